@@ -154,29 +154,9 @@ def test_parts_of_a_gpu(machine, monkeypatch, shown, expected, split):
         assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(share, abs=1e-3)
 
 
-def test_unknown_memory(machine, caplog):
+def test_unknown_free_memory(machine):
     machine("GPU-a, NVIDIA H20, 580.95.05, 9.0, 100000, [N/A]")
     assert cards()[0].free == cards()[0].memory == 100000 << 20
-    machine("GPU-a, NVIDIA GB10, 580.95.05, 12.1, [N/A], [N/A]", plugin="jax_cuda13_plugin")
-    with caplog.at_level(logging.WARNING):
-        card = claim(0.85)
-    assert card is not None and card.memory == 0 and os.environ[SHARE_VARIABLES[0]] == "0.7500"
-    assert "NVIDIA GB10 (driver 580.95.05, compute capability 12.1, unknown memory): JAX takes 75%" in caplog.text
-
-
-def test_shares_of_the_environment(machine, monkeypatch):
-    machine(H200)
-    for name, value in zip(SHARE_VARIABLES, ("0.9", "0.5"), strict=True):
-        monkeypatch.setenv(name, value)
-    wanted = "XLA_CLIENT_MEM_FRACTION=0.9 and XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 are both set.*unset XLA_PYTHON"
-    with pytest.raises(GpuError, match=wanted):
-        claim(0.85)
-    monkeypatch.delenv(SHARE_VARIABLES[0])
-    assert claim(0.85) is not None
-    for wrong in ("90%", "0"):
-        monkeypatch.setenv(SHARE_VARIABLES[1], wrong)
-        with pytest.raises(GpuError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION={wrong} must be the share"):
-            claim(0.85)
 
 
 def test_claim_one_gpu(machine):
@@ -185,8 +165,6 @@ def test_claim_one_gpu(machine):
     assert card is not None and card.name == "NVIDIA H200" and visible() == "1"
     assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.95)
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    with pytest.raises(GpuError, match="GPU 2 was asked for; CUDA shows Tesla T4, NVIDIA H200"):
-        claim(0.85, gpu=2)
 
 
 def test_settings_of_the_user_win(machine, monkeypatch):
@@ -199,44 +177,49 @@ def test_settings_of_the_user_win(machine, monkeypatch):
     assert claim(0.85) is None
 
 
-def test_memory_of_other_programs(machine, caplog):
-    machine("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 40000")
-    with caplog.at_level(logging.WARNING):
-        assert claim(0.85) is not None
-    assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.40 - 0.03, abs=1e-3)
-    assert "Other programs have 62.9 of the GPU's 104.9 GB" in caplog.text
-    del os.environ[SHARE_VARIABLES[0]]
-    machine("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 100")
-    with pytest.raises(GpuError, match=r"has 0\.1 GB that no other program has taken"):
-        claim(0.85)
+OLD = "GPU-a, {}, 16384, 16000"
+REFUSED: list[tuple[list[str], int, dict[str, str], str]] = [
+    ([H200], 12, dict(zip(SHARE_VARIABLES, ("0.9", "0.5"), strict=True)),
+     "XLA_CLIENT_MEM_FRACTION=0.9 and XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 are both set.*unset XLA_PYTHON"),
+    ([H200], 12, {SHARE_VARIABLES[1]: "90%"}, "XLA_PYTHON_CLIENT_MEM_FRACTION=90% must be the share"),
+    ([H200], 12, {SHARE_VARIABLES[1]: "0"}, "XLA_PYTHON_CLIENT_MEM_FRACTION=0 must be the share"),
+    (["GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 100"], 12, {}, r"0\.1 GB that no other program has taken"),
+    ([OLD.format("V100, 470.10, 7.0")], 12, {},
+     r"driver 470.*CUDA 12 needs a driver from 525\.60\.13 on.*JAX_PLATFORMS=cpu"),
+    ([OLD.format("H200, 570.86, 9.0")], 13, {},
+     r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'"),
+    ([OLD.format("V100, 580.95, 7.0")], 13, {}, r"needs a compute capability from 7\.5 on"),
+    ([OLD.format("K80, 580.95, 3.7")], 12, {}, r"compute capability 3\.7, 17\.2 GB\).*from 5\.2 on"),
+]  # fmt: skip
+"""Lines of nvidia-smi, CUDA of JAX's plugin, variables of the environment, and the message."""
 
 
-@pytest.mark.parametrize(
-    ("line", "cuda", "message"),
-    [
-        ("V100, 470.10, 7.0", 12, r"driver 470.*CUDA 12 needs a driver from 525\.60\.13 on.*JAX_PLATFORMS=cpu"),
-        ("H200, 570.86, 9.0", 13, r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'"),
-        ("V100, 580.95, 7.0", 13, r"needs a compute capability from 7\.5 on"),
-        ("K80, 580.95, 3.7", 12, r"compute capability 3\.7, 17\.2 GB\).*from 5\.2 on"),
-    ],
-)
-def test_old_drivers_and_gpus_are_refused(machine, line, cuda, message):
-    machine(f"GPU-a, {line}, 16384, 16000", plugin=f"jax_cuda{cuda}_plugin")
+@pytest.mark.parametrize(("lines", "cuda", "variables", "message"), REFUSED)
+def test_refused_claims(machine, monkeypatch, lines, cuda, variables, message):
+    machine(*lines, plugin=f"jax_cuda{cuda}_plugin")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(GpuError, match=message):
         claim(0.85)
 
 
-@pytest.mark.parametrize(
-    ("line", "plugin", "message"),
-    [
-        (T4, "jax_cuda12_plugin", "XLA's are used, and float16 for models in bfloat16"),
-        ("GPU-a, NVIDIA A100, 545.23, 8.0, 81920, 81000", "jax_cuda12_plugin", "drivers from 570 on"),
-    ],
-)
-def test_warnings(machine, caplog, line, plugin, message):
+WARNED = {
+    "float16": (T4, "jax_cuda12_plugin", 0.95, "XLA's are used, and float16 for models in bfloat16"),
+    "driver": ("GPU-a, NVIDIA A100, 545.23, 8.0, 81920, 81900", "jax_cuda12_plugin", 0.95, "drivers from 570 on"),
+    "other programs": ("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 40000", "jax_cuda12_plugin", 0.40 - 0.03,
+        "Other programs have 62.9 of the GPU's 104.9 GB"),
+    "unknown memory": ("GPU-a, NVIDIA GB10, 580.95.05, 12.1, [N/A], [N/A]", "jax_cuda13_plugin", 0.75,
+        "NVIDIA GB10 (driver 580.95.05, compute capability 12.1, unknown memory): JAX takes 75%"),
+}  # fmt: skip
+"""A line of nvidia-smi, JAX's plugin, the share of memory that JAX takes, and the warning."""
+
+
+@pytest.mark.parametrize(("line", "plugin", "share", "message"), WARNED.values(), ids=WARNED)
+def test_warnings(machine, caplog, line, plugin, share, message):
     machine(line, plugin=plugin)
     with caplog.at_level(logging.WARNING):
         assert claim(0.85) is not None
+    assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(share, abs=1e-3)
     assert message in caplog.text
 
 
@@ -419,7 +402,7 @@ def test_claim_by_flags(start):
 
     build.claim_gpu(chosen("--base-gpu-id", "1", "--mem-fraction-static", "0.5"))
     assert visible() == "1" and float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.6)
-    with pytest.raises(GpuError, match=r"^--base-gpu-id: GPU 5 was asked for"):
+    with pytest.raises(GpuError, match=r"^--base-gpu-id: GPU 5 was asked for; CUDA shows Tesla T4, NVIDIA H200"):
         build.claim_gpu(chosen("--base-gpu-id", "5"))
 
 

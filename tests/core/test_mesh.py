@@ -1,10 +1,11 @@
-"""Tensor parallelism on CPU devices: equal texts, and the number of collectives."""
+"""Tensor parallelism on CPU devices: equal texts and log-probabilities, and the number of collectives."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,40 +30,48 @@ of log-probabilities."""
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """One device, without drafts."""
-    return run(["none", 1])[0]
+    return run(["texts", "none", 1])[0]
 
 
 def check(result: dict[str, Any], alone: dict[str, Any], devices: int) -> None:
+    """Texts and reused pages are those of one device; each device has its share of the pools, which are not copied."""
     assert result["texts"] == alone["texts"]
     assert result["pool shares"] == [1 / devices]
     assert result["aliased"] == result["state"], "a pool is copied"
     assert result["cached"] == alone["cached"] > 0
+    if result["algorithm"] == "NONE":  # a step with drafts has collectives of the draft, too
+        assert len(result["collectives"]) <= COLLECTIVES, result["collectives"]
+        assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in result["collectives"])
+
+
+def check_forward(result: dict[str, Any]) -> None:
+    """The logits are those of one device, with two sums per layer and one for the embedding."""
+    assert result["difference"] < 1e-4 * result["largest"], result
+    assert result["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), result
 
 
 def test_plain_steps_and_drafts(alone):
     """Biased, sampled and penalised requests, a grammar, and a prompt with reused pages."""
     assert not alone["collectives"] and len({tuple(text) for text in alone["texts"]}) == 4
-    two, four, head = run(["none", 2], ["none", 4], ["eagle3", 2])
+    two, four, head = run(["texts", "none", 2], ["texts", "none", 4], ["texts", "eagle3", 2])
     for result, devices in ((two, 2), (four, 4), (head, 2)):
         check(result, alone, devices)
     for result in (two, four):
-        assert len(result["collectives"]) <= COLLECTIVES, result["collectives"]
         gathered = [shape for _, shape, kind in result["collectives"] if kind != "all-reduce"]
         assert len(gathered) == 3, gathered
-        assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in result["collectives"])
     assert head["accepted"] > 0
     assert two["weights"] < 0.6 * alone["weights"] and four["weights"] < 0.4 * alone["weights"]
 
 
 @pytest.mark.slow
 def test_every_drafter(alone):
-    cases = [[case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp", "block")]
-    cases += [["eagle3", 4], ["standalone", 4]]
+    cases = [["texts", case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp", "block")]
+    cases += [["texts", "eagle3", 4], ["texts", "standalone", 4]]
     result = run(*cases)
-    for (_, devices), one in zip(cases, result, strict=True):
+    for (_, _, devices), one in zip(cases, result, strict=True):
         check(one, alone, devices)
     assert {one["algorithm"] for one in result} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP", "DFLASH"}
-    accepted = {case: one["accepted"] for (case, _), one in zip(cases, result, strict=True)}
+    accepted = {case: one["accepted"] for (_, case, _), one in zip(cases, result, strict=True)}
     assert accepted["standalone"] > 0 and accepted["token_map"] > 0, accepted
 
 
@@ -77,7 +86,7 @@ def folder(tmp_path_factory) -> Path:
 def test_fewer_key_value_heads_than_devices(folder):
     """Two key/value heads on four devices, read by parts from several files; AUTO chooses n-grams."""
     path = str(folder / "llama")
-    one, four = run([path, 1, "NONE", None], [path, 4, "AUTO", None])
+    one, four = run(["from_files", path, 1, "NONE", {}], ["from_files", path, 4, "AUTO", {}])
     assert four["texts"] == one["texts"] and four["algorithm"] == "NGRAM"
     assert four["pool shares"] == [0.25] and four["aliased"] == four["state"]
     assert four["weights"] < 0.4 * one["weights"]
@@ -96,10 +105,10 @@ def test_drafts_from_files(folder):
     tokenizer().save_pretrained(folder / "delta")
     llama, mtp, recurrent = str(folder / "llama"), str(folder / "mtp"), str(folder / "delta")
     one, small, own, auto = run(
-        [llama, 1, "NONE", None], [llama, 4, "STANDALONE", str(folder / "small")],
-        [mtp, 1, "NONE", None], [mtp, 2, "AUTO", None],
+        ["from_files", llama, 1, "NONE", {}], ["from_files", llama, 4, "STANDALONE", {"path": str(folder / "small")}],
+        ["from_files", mtp, 1, "NONE", {}], ["from_files", mtp, 2, "AUTO", {}],
     )  # fmt: skip
-    plain, split = run([recurrent, 1, "NONE", None], [recurrent, 2, "AUTO", None])
+    plain, split = run(["from_files", recurrent, 1, "NONE", {}], ["from_files", recurrent, 2, "AUTO", {}])
     assert split["texts"] == plain["texts"] and split["algorithm"] == "MTP"
     assert small["texts"] == one["texts"] and small["algorithm"] == "STANDALONE"
     assert auto["texts"] == own["texts"] and auto["algorithm"] == "MTP"
@@ -108,9 +117,45 @@ def test_drafts_from_files(folder):
 def test_families():
     """Two sums per layer and one for the embedding, also with experts and latent attention, for few and many tokens."""
     names = ("qwen3_moe", "deepseek_v3", "gemma2", "phi3", "qwen3_next", "gpt_oss")
-    for result in run(*([name, 2, width] for name in names for width in (3, 12))):
-        assert result["difference"] < 1e-4 * result["largest"], result
-        assert [kind for *_, kind in result["collectives"]] == ["all-reduce"] * (2 * LAYERS + 1), result["collectives"]
+    for result in run(*(["forward", name, 2, width] for name in names for width in (3, 12))):
+        check_forward(result)
+
+
+# Log-probabilities, grammars, reused pages and adaptive drafting.
+
+
+def numbers(result: dict[str, Any]) -> tuple[list[int], np.ndarray]:
+    """Token ids and log-probabilities of all requests, in order."""
+    leaves = [leaf for leaf in jax.tree.leaves((result["logprobs"], result["prompts"])) if leaf is not None]
+    return [leaf for leaf in leaves if type(leaf) is int], np.asarray([x for x in leaves if type(x) is float])
+
+
+def check_features(result: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert result["texts"] == alone["texts"] and result["cached"] == alone["cached"]
+    (ids, values), (own_ids, own_values) = numbers(result), numbers(alone)
+    assert ids == own_ids and len(values) > 150
+    np.testing.assert_allclose(values, own_values, atol=1e-4)
+    assert len(result["chosen"]) >= 2 and 1 in result["chosen"], "steps with drafts and steps without"
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return run(["features", "none", 1, False], ["features", "ngram", 2, True])
+
+
+def test_features_with_adaptive_ngrams(both):
+    alone, drafted = both
+    check_features(drafted, alone)
+    assert [len(result) for result in alone["logprobs"]][:3] == [12, 0, 12] and len(alone["prompts"][1]) == 5
+    assert alone["cached"][2] == 16
+    assert tokenizer().decode(alone["texts"][3]).lstrip().startswith("{")
+
+
+@pytest.mark.slow
+def test_features_with_adaptive_heads(both):
+    for result in run(*(["features", *case, True] for case in (("eagle3", 2), ("mtp", 2), ("standalone", 4)))):
+        check_features(result, both[0])
+        assert result["accepted"] > 0
 
 
 # Without devices.

@@ -15,11 +15,10 @@ import jupytext
 import nbformat
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
-from packaging.requirements import Requirement
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 from train_helpers import environment
-from wheel_helpers import PROJECT, Environment, build, copy_tree, create
+from wheel_helpers import Environment, build, copy_tree, create
 
 pytestmark = pytest.mark.process
 
@@ -148,31 +147,6 @@ def test_pip_arguments_of_first_cell(source, missing, monkeypatch, capsys):
     wanted = ["install", "--find-links", ".", source, "matplotlib", "ipywidgets"]
     assert [shlex.split(line) for line in lines] == [wanted] * missing
     assert capsys.readouterr().out == f"specjax is missing: pip install {source}\n" * missing
-
-
-COLAB = {
-    "jax": "0.7.2", "flax": "0.11.2", "numba": "0.61.2", "llvmlite": "0.44.0", "numpy": "2.1.3", "optax": "0.2.8",
-    "orbax-checkpoint": "0.12.4", "transformers": "5.15.0", "tokenizers": "0.22.2", "safetensors": "0.8.0",
-    "huggingface-hub": "1.27.0", "jinja2": "3.1.6", "fastapi": "0.141.1", "uvicorn": "0.52.3", "pydantic": "2.13.4",
-    "prometheus-client": "0.26.0", "filelock": "3.32.3", "tqdm": "4.67.3", "torch": "2.11.0", "triton": "3.6.0",
-}  # fmt: skip
-"""Versions on Colab's GPU machines, 2026-08-19: pip-freeze.gpu.txt of github.com/googlecolab/backend-info, a724079."""
-
-
-def test_text_on_installation():
-    """The same in each notebook; names the packages of Colab that pip replaces."""
-    texts = {jupytext.read(FOLDER / f"{name}.ipynb").cells[0].source.rpartition("\n\n")[2] for name in NOTEBOOKS}
-    (text,) = (" ".join(each.split()) for each in texts)
-    *_, colab = re.split(r"\. (?=[A-Z])", text)
-    needed = {each.name: each.specifier for each in map(Requirement, PROJECT["project"]["dependencies"])}
-    assert {"torch", "triton"}.isdisjoint(needed), "torch pins its triton"
-    replaced = {name for name, version in COLAB.items() if name in needed and version not in needed[name]}
-    (named,) = re.findall(r"On Colab .* pip replaces some of Colab's packages, such as ([^:]+):", colab)
-    assert set(re.split(", | and ", named.lower())) == replaced
-    assert "Runtime > Restart session" in colab
-    assert needed.keys() - COLAB.keys() == {"gguf", "jaxtyping", "llguidance", "google-re2"}, "these are added"
-    assert all(what in text for what in ("`make wheel`", '`".."`', "git+https://", "PyPI"))
-    assert set(re.findall(r"\[(\w+)\]", text)) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 # Run.

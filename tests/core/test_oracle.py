@@ -14,19 +14,10 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from jax.extend.random import threefry2x32_p
-from oracle import Sampling, Tree
+from oracle import Sampling
+from toy_models import SEEDS, random_table, random_tree, some_sampling, table_model
 
-SEEDS = [0, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
 VOCABULARY = 7
-TABLE = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY, VOCABULARY)).astype(np.float32) * 2
-
-
-def table_logits(tokens):
-    """Depends on the last two tokens; half the rows hold an exact tie."""
-    logits = TABLE[tokens[-2], tokens[-1]].copy()
-    if (tokens[-2] + tokens[-1]) % 2:
-        logits[np.argsort(logits)[-2]] = logits.max()
-    return logits
 
 
 def jax_key(seed):
@@ -89,60 +80,18 @@ def test_distribution_and_ties():
     np.testing.assert_allclose(law, np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(), rtol=1e-6)
 
 
-def test_top_k_expansion():
-    """k = 2: level one is a .6, b .4; then a: a .9, b .1 and b: b .5, c .5. The pool is a b | aa ab bb bc."""
-    rows = {(): [0.6, 0.4, 0], (0,): [0.9, 0.1, 0], (1,): [0, 0.5, 0.5]}
-
-    def log_probs(path):
-        with np.errstate(divide="ignore"):
-            return np.log(np.array(rows[path]))
-
-    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=5).parents == (-1, 0, 0, 1, 2)
-    tree = oracle.expand_tree(9, log_probs, k=2, depth=2, width=6)  # .6 .54 .4 .2 .2: the tie to the lower index
-    assert tree.tokens == (9, 0, 1, 0, 1, 2)
-    np.testing.assert_allclose(np.exp(tree.scores[1:]), [0.6, 0.4, 0.54, 0.2, 0.2], rtol=1e-6)
-    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=3).tokens == (9, 0, 0)  # a, aa: deep before broad
-
-
-@st.composite
-def samplings(draw):
-    return Sampling(
-        seed=draw(st.sampled_from(SEEDS)),
-        temperature=draw(st.sampled_from([0.0, 0.6, 1.0, 1.5])),
-        top_k=draw(st.sampled_from([-1, 1, 3, 50])),
-        top_p=draw(st.sampled_from([1.0, 0.8, 0.3])),
-        min_p=draw(st.sampled_from([0.0, 0.1])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
-        presence_penalty=draw(st.sampled_from([0.0, -0.3])),
-        bias=draw(st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-3, 3), max_size=2)),
-        min_tokens=draw(st.integers(0, 5)),
-        stop_ids=tuple(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=2))),
-        max_tokens=draw(st.integers(1, 20)),
-    )
-
-
-def random_tree(root, width, rng):
-    """Any tree with distinct siblings."""
-    tokens, parents = [root], [-1]
-    for _ in range(width - 1):
-        parent = int(rng.integers(len(tokens)))
-        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        free = [t for t in range(VOCABULARY) if t not in taken]
-        if free:
-            tokens.append(int(rng.choice(free)))
-            parents.append(parent)
-    return Tree(tuple(tokens), tuple(parents))
-
-
 @settings(max_examples=60)
-@given(samplings(), st.integers(0, 1000), st.integers(1, 10))
-def test_speculation_equals_plain_decoding(params, seed, width):
-    def propose(tokens):
-        return random_tree(tokens[-1], width, np.random.default_rng([seed, len(tokens)]))
+@given(st.integers(0, 2**32).map(np.random.default_rng), st.integers(1, 10))
+def test_speculation_equals_plain_decoding(rng, width):
+    """Any parameters; most rows of logits hold an exact tie."""
+    params, seed = some_sampling(rng, VOCABULARY), int(rng.integers(1000))
+    logits = table_model(random_table(0, rows=49, vocab=VOCABULARY, ties=True)).logits
 
-    plain = oracle.generate_plain(table_logits, [1, 2, 3], params)
-    speculative = oracle.generate_speculative(table_logits, propose, [1, 2, 3], params)
+    def propose(tokens):
+        return random_tree(tokens[-1], width, VOCABULARY, np.random.default_rng([seed, len(tokens)]))
+
+    plain = oracle.generate_plain(logits, [1, 2, 3], params)
+    speculative = oracle.generate_speculative(logits, propose, [1, 2, 3], params)
     assert (speculative.tokens, speculative.finish) == (plain.tokens, plain.finish)
     assert speculative.gaps == plain.gaps
     assert sum(speculative.emitted) == len(plain.tokens) - 1

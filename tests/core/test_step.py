@@ -76,27 +76,19 @@ def check_tokens(actual: Finished, toy, prompt, request, near):
 )
 @settings(max_examples=15)
 @given(rng=st.integers(0, 2**32).map(np.random.default_rng))
-def test_text_equals_plain_decoding(rng, table, drafter):
-    """Any parameters, three requests at once, in reused rows."""
+def test_steps_equal_the_oracles(rng, table, drafter):
+    """Any parameters, three requests at once, in reused rows: the text of plain decoding, and the steps of the tree."""
     runner = table_runner(table, drafter)
     requests = some_requests(rng)
     for (prompt, request), actual in zip(requests, runner.generate(requests), strict=True):
         check_tokens(actual, runner.toy, prompt, request, NEAR_TABLE)
         if drafter == "none":
             assert set(actual.emitted) <= {1}
-
-
-@settings(max_examples=15)
-@given(rng=st.integers(0, 2**32).map(np.random.default_rng))
-def test_steps_equal_the_oracles(rng):
-    runner = table_runner("last two", "listed")
-    requests = some_requests(rng)
-    for (prompt, request), actual in zip(requests, runner.generate(requests), strict=True):
-        expected = oracle.generate_speculative(runner.toy.logits, listed_proposal(LISTED), prompt, request)
-        if min(expected.gaps) >= NEAR_TABLE:
-            assert actual.tokens == expected.tokens
-            assert actual.emitted == expected.emitted
-            assert actual.accepted == [count - 1 for count in expected.emitted]
+        if drafter == "listed":
+            expected = oracle.generate_speculative(runner.toy.logits, listed_proposal(LISTED), prompt, request)
+            if min(expected.gaps) >= NEAR_TABLE:
+                assert actual.emitted == expected.emitted
+                assert actual.accepted == [count - 1 for count in expected.emitted]
 
 
 def test_drafts_are_accepted():
@@ -107,8 +99,6 @@ def test_drafts_are_accepted():
         assert max(emitted) > 2
 
 
-# A tiny Llama. Trees hold the true continuation of each request, with errors.
-
 LLAMA_REQUESTS = [
     ([3, 1, 4, 1, 5, 9, 2, 6], Sampling(max_tokens=24)),
     ([7], Sampling(max_tokens=24, temperature=0.8, seed=2**40 + 7, top_p=0.9)),
@@ -116,44 +106,17 @@ LLAMA_REQUESTS = [
 ]
 
 
-def informed_trees(texts, length=64):
-    """One branch per request with its next tokens; the second token is wrong at every third position."""
-    trees = []
-    for n in range(length):
-        tokens, parents = [0], [-1]
-        for text in texts:
-            node = 0
-            for depth, token in enumerate(text[n + 1 : n + 4]):
-                wrong = n % 3 == 0 and depth == 1
-                token = (token + 1) % 31 if wrong else token
-                same = [c for c in range(1, len(tokens)) if parents[c] == node and tokens[c] == token]
-                if not same:
-                    tokens.append(token)
-                    parents.append(node)
-                node = same[0] if same else len(tokens) - 1
-        trees.append(Tree(tuple(tokens), tuple(parents)))
-    return trees
-
-
-@pytest.mark.parametrize("drafted", [False, True])
-def test_llama_text_equals_plain_decoding(drafted):
+def test_text_of_a_llama():
+    """The oracle's Llama is the decoder's. test_lossless.py compares drafts of trees with transformers' models."""
     rope = RopeConfig(theta=100.0, scaling="llama3", factor=4.0, original_max_position=16)
     toy = tiny_llama(rope=rope, attention_bias=True, tied_embeddings=True)
-    runner = Runner(toy, DRAFTERS["none"]())
-    if drafted:
-        texts = [
-            prompt + oracle.generate_plain(toy.logits, prompt, request).tokens for prompt, request in LLAMA_REQUESTS
-        ]
-        runner = Runner(toy, listed_drafter(informed_trees(texts), 10, 3), config=StepConfig(10))
-    results = runner.generate(LLAMA_REQUESTS)
+    results = Runner(toy, DRAFTERS["none"]()).generate(LLAMA_REQUESTS)
     compared = [
         check_tokens(actual, toy, prompt, request, NEAR_LLAMA)
         for (prompt, request), actual in zip(LLAMA_REQUESTS, results, strict=True)
     ]
     assert sum(compared) > 40, compared
-    for actual in results:
-        assert len(set(actual.tokens)) > 3
-        assert (np.mean(actual.emitted) > 2) == drafted
+    assert all(len(set(actual.tokens)) > 3 for actual in results)
 
 
 # Truncation: token p stands at position p, and drafts are always right.

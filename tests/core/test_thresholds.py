@@ -52,6 +52,19 @@ def verdict_of(verify, *given, depth):
     return verify(*given, depth=depth)
 
 
+def seeds_of(params: Sampling, tree: oracle.Tree, logits: np.ndarray, prompt: list[int], generated: list[int]):
+    """The arguments of a verifier for COUNT requests that differ in their seeds, 0 to COUNT - 1, alone."""
+
+    def many(array):
+        return jnp.broadcast_to(array, (COUNT, *array.shape[1:]))
+
+    rows = jax.tree.map(many, sampling_rows([params], VOCABULARY))
+    rows = rows._replace(seed=jnp.stack([jnp.arange(COUNT, dtype=jnp.uint32)] * 2, axis=1))
+    zeros, past = jnp.zeros(COUNT, jnp.int32), history([prompt], [generated], VOCABULARY)
+    inputs = DrawInputs(rows, past, zeros, jnp.ones(COUNT, bool))
+    return jax.tree.map(many, as_arrays([tree], WIDTH)), many(jnp.asarray(logits)[None]), inputs, zeros + 3, zeros + 2
+
+
 LAWS = {
     "plain": Sampling(temperature=1.0),
     "edited": Sampling(temperature=0.8, top_p=0.9, presence_penalty=0.7, repetition_penalty=1.2),
@@ -72,13 +85,7 @@ def test_distribution_of_emitted_runs(law, thresholds):
     def probabilities(path):
         return oracle.distribution(logits[nodes[tuple(path)]], params, prompt, generated + list(path))
 
-    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), sampling_rows([params], VOCABULARY))
-    rows = rows._replace(seed=jnp.stack([jnp.arange(COUNT, dtype=jnp.uint32)] * 2, axis=1))
-    arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), as_arrays([tree], WIDTH))
-    stacked = jnp.broadcast_to(jnp.asarray(logits), (COUNT, *logits.shape))
-    zeros, past = jnp.zeros(COUNT, jnp.int32), history([prompt], [generated], VOCABULARY)
-    inputs = DrawInputs(rows, past, zeros, jnp.ones(COUNT, bool))
-    verdict = verdict_of(AcceptAbove(*thresholds), arrays, stacked, inputs, zeros + 3, zeros + 2, depth=3)
+    verdict = verdict_of(AcceptAbove(*thresholds), *seeds_of(params, tree, logits, prompt, generated), depth=3)
     accepted = np.asarray(verdict.accepted)
     runs = [tuple(row[: m + 1]) for row, m in zip(np.asarray(verdict.tokens).tolist(), accepted, strict=True)]
 
@@ -118,11 +125,19 @@ def test_lossless_at_1_and_for_greedy_rows(rng, verify, sampling):
         assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
 
 
-@pytest.mark.parametrize("wrong", [0.0, -0.1, 1.1, float("nan")])
-def test_wrong_thresholds(wrong):
-    for name in ("single", "cumulative"):
-        with pytest.raises(ValueError, match=f"AcceptAbove.{name} must be .* above 0 and at most 1"):
-            AcceptAbove(**{name: wrong})
+NAN = float("nan")
+REFUSED = [
+    *((AcceptAbove, {name: wrong}, f"AcceptAbove.{name} must be .* above 0 and at most 1")
+      for name in ("single", "cumulative") for wrong in (0.0, -0.1, 1.1, NAN)),
+    *((SyntheticAcceptance, {"rates": wrong}, r"SyntheticAcceptance\.rates must be numbers from 1 to 0, none")
+      for wrong in ((), (0.5, 0.6), (1.2,), (-0.1,), (NAN,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verifier", "fields", "message"), REFUSED)
+def test_refused_fields(verifier, fields, message):
+    with pytest.raises(ValueError, match=message):
+        verifier(**fields)
 
 
 def test_engine_with_thresholds():
@@ -196,8 +211,9 @@ def test_lossless_verifiers():
     assert not is_lossless(lambda *args, **options: verify_tree(*args, **options)), "it may do anything"
 
 
-def test_thresholds_with_a_grammar():
-    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=AcceptAbove(0.02, 0.5))
+@pytest.mark.parametrize("verifier", [AcceptAbove(0.02, 0.5), SyntheticAcceptance((1.0, 0.9, 0.8))])
+def test_lossy_verifiers_with_a_grammar(verifier):
+    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=verifier)
     params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
     for done in engine.generate([list(range(70, 80))] * 4, params):
         assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
@@ -210,18 +226,10 @@ def test_synthetic_rates_are_met():
     tree = random_tree(0, WIDTH, VOCABULARY, rng, 3)
     depth = max(len(oracle.path_tokens(tree, node)) for node in range(len(tree.tokens)))
     assert depth == 3, "the fourth rate has no draft"
-    rows = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), sampling_rows([Sampling(temperature=1.0)], VOCABULARY)
-    )
-    rows = rows._replace(seed=jnp.stack([jnp.arange(COUNT, dtype=jnp.uint32)] * 2, axis=1))
-    arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), as_arrays([tree], WIDTH))
-    logits = jnp.broadcast_to(
-        jnp.asarray(rng.normal(0, 1, (WIDTH, VOCABULARY)), jnp.float32), (COUNT, WIDTH, VOCABULARY)
-    )
-    zeros, past = jnp.zeros(COUNT, jnp.int32), history([[1, 2]], [[3, 0]], VOCABULARY)
-    inputs = DrawInputs(rows, past, zeros, jnp.ones(COUNT, bool))
-    verdict = verdict_of(SyntheticAcceptance(rates), arrays, logits, inputs, zeros + 3, zeros + 2, depth=3)
-    drawn = verdict_of(AcceptAbove(), arrays, logits, inputs, zeros + 3, zeros + 2, depth=3).drawn
+    logits = rng.normal(0, 1, (WIDTH, VOCABULARY)).astype(np.float32)
+    given = seeds_of(Sampling(temperature=1.0), tree, logits, [1, 2], [3, 0])
+    verdict = verdict_of(SyntheticAcceptance(rates), *given, depth=3)
+    drawn = verdict_of(AcceptAbove(), *given, depth=3).drawn
     tokens, drawn, compared = np.asarray(verdict.tokens), np.asarray(drawn), 0  # draws at the nodes of its own walk
     accepted, path = np.asarray(verdict.accepted), np.asarray(verdict.path)
     for d, rate in enumerate(rates[:3], start=1):
@@ -232,12 +240,6 @@ def test_synthetic_rates_are_met():
         compared += drawn[row, end] != NO_TOKEN
         assert tokens[row, count] == drawn[row, end] or drawn[row, end] == NO_TOKEN
     assert compared > 500
-
-
-@pytest.mark.parametrize("wrong", [(), (0.5, 0.6), (1.2,), (-0.1,), (float("nan"),)])
-def test_wrong_synthetic_rates(wrong):
-    with pytest.raises(ValueError, match=r"SyntheticAcceptance\.rates must be numbers from 1 to 0, none larger than"):
-        SyntheticAcceptance(wrong)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -253,13 +255,5 @@ def test_engine_with_synthetic_acceptance(temperature):
     assert all(c.spec_accept_length == 1 for c in none)
 
 
-def test_synthetic_acceptance_with_a_grammar():
-    engine = synthetic(toy(), (1.0, 0.9, 0.8), eos=(2,))
-    params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
-    for done in engine.generate([list(range(70, 80))] * 4, params):
-        assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
-    check_idle(engine)
-
-
-def synthetic(model, rates, **more):
-    return make_engine(model, DRAFTS["NGRAM"], verify=SyntheticAcceptance(rates), **more)
+def synthetic(model, rates):
+    return make_engine(model, DRAFTS["NGRAM"], verify=SyntheticAcceptance(rates))

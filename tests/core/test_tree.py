@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from eagle_oracle import check_tree, grow_tree
 from hypothesis import given, settings
 from oracle import NO_PARENT, Tree
 from specjax_kernels import pack_bits
@@ -173,7 +174,7 @@ def expand(root, table, k, depth, width):
 
 
 def expected_tree(root, table, k, depth, width):
-    return oracle.expand_tree(root, lambda path: table[len(path), path[-1] if path else root], k, depth, width)
+    return grow_tree(lambda path: table[len(path), path[-1] if path else root], root, depth, k, width)
 
 
 SHAPES = [(1, 3, 4), (3, 4, 28), (4, 1, 5), (2, 3, 11), (2, 2, 1)]
@@ -188,10 +189,7 @@ def test_top_k_expansion(seed, k, depth, width, tied):
     tree = expand(jnp.array([0, 3], jnp.int32), jnp.asarray(np.stack(tables)), k, depth, width)
     check_derived(tree)
     for row, root in enumerate((0, 3)):
-        expected = expected_tree(root, tables[row], k, depth, width)
-        actual = as_tree(tree, row)
-        assert (actual.tokens, actual.parents) == (expected.tokens, expected.parents)
-        np.testing.assert_allclose(actual.scores, expected.scores or (0.0,), rtol=1e-6)
+        check_tree(tree, row, expected_tree(root, tables[row], k, depth, width))
 
 
 def test_ties_of_children_and_parents():
@@ -200,7 +198,7 @@ def test_ties_of_children_and_parents():
     for width in (2, 5, 13, 21):
         tree = expand(jnp.zeros(1, jnp.int32), table, 3, 3, width)
         check_derived(tree)
-        assert as_tree(tree, 0).tokens == expected_tree(0, np.zeros((4, 6, 6)), 3, 3, width).tokens
+        check_tree(tree, 0, expected_tree(0, np.zeros((4, 6, 6)), 3, 3, width))
 
 
 def test_vocabulary_smaller_than_k():

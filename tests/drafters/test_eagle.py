@@ -155,22 +155,20 @@ def table_head(log_probs: np.ndarray, ids) -> tuple[HeadConfig, dict, object]:
     return config, params, toy
 
 
-GOLDEN = [(case, expected) for case, expected in eagle_oracle.read_golden() if case.width > 1]
+CASES = [case for case in eagle_oracle.table_cases() if case.width > 1]
 IMPOSSIBLE = -1e30
 """Stands for -inf, which times 0 would be NaN. The oracle has no such nodes; the drafter ranks them last."""
-MOST = max(case.log_probs.shape[0] for case, _ in GOLDEN)
+MOST = max(case.log_probs.shape[0] for case in CASES)
 ALIKE = {"short chain", "even odds", "certain children", "3 2 6", "5 4 8", "mapped"}
 """Cases that resemble others; slow."""
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        pytest.param(case, expected, id=case.name, marks=pytest.mark.slow if case.name in ALIKE else ())
-        for case, expected in GOLDEN
-    ],
+    "case",
+    [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in ALIKE else ()) for case in CASES],
 )
-def test_golden_trees(case, expected):
+def test_trees_of_tables(case):
+    expected = case.grow()
     config, params, toy = table_head(case.log_probs, case.target_ids)
     driven = Driven(eagle_drafter, toy, config, params, rows=2, page_size=2)
     driven.tokens[:, 3] = case.root
@@ -179,12 +177,12 @@ def test_golden_trees(case, expected):
     for row in range(2):
         live = [node for node in range(case.width) if trees.scores[row, node] > IMPOSSIBLE / 2]
         place = {node: i for i, node in enumerate(live)} | {-1: -1}
-        count = sum(expected["valid"])
+        count = expected.size
         assert len(live) == count
-        assert trees.tokens[row, live].tolist() == expected["tokens"][:count]
-        assert [place[node] for node in trees.parents[row, live].tolist()] == expected["parents"][:count]
-        assert trees.depth[row, live].tolist() == expected["depth"][:count]
-        np.testing.assert_allclose(trees.scores[row, live], expected["scores"][:count], atol=ERROR)
+        assert trees.tokens[row, live].tolist() == expected.tokens[:count]
+        assert [place[node] for node in trees.parents[row, live].tolist()] == expected.parents[:count]
+        assert trees.depth[row, live].tolist() == expected.depth[:count]
+        np.testing.assert_allclose(trees.scores[row, live], expected.scores[:count], atol=ERROR)
 
 
 # The whole step: what the head sees of a real target.

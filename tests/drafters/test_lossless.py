@@ -1,6 +1,7 @@
 """Speculation never changes a text: drafters x families x sampling x batch sizes x grammars, against plain decoding.
 
-A case is a drafter and a family; batch size and grammars alternate between cases, so that each pair of values occurs.
+A case is a drafter and a family; batch sizes, grammars and overlapped steps alternate between cases, so that each
+combination of their values occurs. The table model has pages of one token, the others of four.
 Every case runs all kinds of sampling. The oracle decodes without drafts, from transformers' logits or from a formula.
 Texts are longer than the families' windows and trees are deeper, so that paths cross the edge of a window.
 """
@@ -8,6 +9,7 @@ Texts are longer than the families' windows and trees are deeper, so that paths 
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,7 +22,17 @@ import numpy as np
 import pytest
 from distil import distilled, pair_model
 from draft_helpers import right_often
-from engine_helpers import END, NGRAM, VOCABULARY, byte_ids, check_idle, check_plain, make_engine, warm_grammars
+from engine_helpers import (
+    END,
+    NGRAM,
+    VOCABULARY,
+    byte_ids,
+    check_counts,
+    check_idle,
+    check_plain,
+    make_engine,
+    warm_grammars,
+)
 from family_helpers import FAMILIES, MTP_STYLES, RECURRENT, WINDOW, load_family, save_family
 from grammar_helpers import GRAMMARS, check_masked, follows
 from test_toy_drafter import absurd_trees, random_trees
@@ -61,6 +73,7 @@ SAMPLING: dict[str, tuple[list[int], dict[str, Any]]] = {
     ),
     "stop tokens": ([30, 31, 30, 31], {"stop_token_ids": [17, 23], "min_new_tokens": 8}),
     "no drafts": ([3, 3], {"speculate": False}),
+    "draft limit": ([12, 13] * 4, {"draft_limit": 1}),
 }  # fmt: skip
 WITH_GRAMMARS: list[dict[str, Any]] = [
     {},
@@ -192,12 +205,13 @@ class Case(NamedTuple):
     family: str
     batch: int
     grammar: bool
+    overlap: bool
 
 
 def cases() -> list[Case]:
     families = ("table", "pairs", *FAMILIES)
     return [
-        Case(drafter, family, (1, 4)[(i + j) % 2], family != "pairs" and (i + j) % 4 < 2)
+        Case(drafter, family, (1, 4)[(i + j) % 2], family != "pairs" and (i + j) % 4 < 2, (i + 2 * j) % 3 > 0)
         for i, (drafter, (_, served)) in enumerate(DRAFTERS.items())
         for j, family in enumerate(families)
         if family in served
@@ -223,7 +237,7 @@ def test_quick_cases_cover_all_values():
     assert len(quick) == len(QUICK)
     assert {case.drafter for case in quick} == {*DRAFTERS}
     assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
-    assert {case[2:] for case in quick} == {(batch, grammar) for batch in (1, 4) for grammar in (False, True)}
+    assert {case[2:] for case in quick} == {*itertools.product((1, 4), (False, True), (False, True))}
 
 
 @pytest.mark.parametrize(
@@ -240,6 +254,7 @@ def test_text_equals_plain_decoding(models, case):
     engine = make_engine(
         model.toy, drafter, draft=params, eos=eos, warm=not case.grammar, max_running_requests=case.batch,
         context_length=64, max_total_tokens=64 * case.batch, retract_every=9 if case.batch > 1 else None,
+        overlap=case.overlap, page_size=1 if case.family == "table" else 4,
     )  # fmt: skip
     if case.grammar:
         warm_grammars(engine)
@@ -248,12 +263,15 @@ def test_text_equals_plain_decoding(models, case):
     for (prompt, sampling), done in zip(requests, completions, strict=True):
         if sampling.grammar is None:
             check_plain(model.toy, prompt, sampling, done, eos)
+            check_counts(done)
         else:
             check_masked(model.toy, prompt, sampling, done)
             assert follows(sampling.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
         if case.drafter == "NONE" or sampling.speculate is False:
             assert done.spec_accept_length == 1
+        assert sampling.draft_limit is None or not any(done.spec_accept_histogram[sampling.draft_limit + 1 :])
     assert case.batch == 1 or engine.scheduler.retractions
+    assert engine.counters.cached_tokens or case.batch == 1 or case.family != "table", "retracted requests reuse pages"
     check_idle(engine)
     histogram = np.sum([done.spec_accept_histogram for done in completions], axis=0)
     if case.grammar and case.drafter != "NONE":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 from engine_helpers import DRAFTS, check_idle, drain, make_engine, outcome, shared_engine, tokenizer, toy
+from oracle import raw_logprobs
 from server_helpers import MODEL, running
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from toy_models import tiny_llama
@@ -20,12 +20,6 @@ from specjax.engine.sequence import NO_SCORES, Status
 from specjax.serve import tokenising as task_module
 from specjax.serve.app import LATER
 from specjax.serve.openai_answers import echo_of
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = np.asarray(logits, np.float64)
-    shifted = logits - logits.max()
-    return shifted - math.log(np.exp(shifted).sum())
 
 
 def check_entry(entry, expected: np.ndarray, top: int, wanted=()) -> None:
@@ -40,7 +34,7 @@ def check_prompt(ids, entries, start: int, top: int, model=None, wanted=()) -> N
     assert [entry.token for entry in entries] == list(ids[start:])
     assert entries[0].logprob is None and entries[0].top == ()
     for place, entry in enumerate(entries[1:], start + 1):
-        check_entry(entry, log_softmax((model or toy()).logits(list(ids[:place]))), top, wanted)
+        check_entry(entry, raw_logprobs((model or toy()).logits(list(ids[:place]))), top, wanted)
 
 
 def check_output(engine, prompt, done, top: int, wanted=()) -> None:
@@ -48,7 +42,7 @@ def check_output(engine, prompt, done, top: int, wanted=()) -> None:
     assert done.logprobs is not None and [entry.token for entry in done.logprobs] == done.output_ids
     assert "".join(entry.text for entry in done.logprobs) == done.text
     for i, entry in enumerate(done.logprobs):
-        check_entry(entry, log_softmax(toy().logits([*ids, *done.output_ids[:i]])), top, wanted)
+        check_entry(entry, raw_logprobs(toy().logits([*ids, *done.output_ids[:i]])), top, wanted)
 
 
 CASES = {
@@ -300,7 +294,7 @@ def test_completions_with_echo(server, prompt, limit):
         assert [choice.text[a:b] for a, b in zip(lists.text_offset, ends, strict=True)] == lists.tokens
         assert lists.token_logprobs[0] is None and lists.top_logprobs[0] is None
         for place in range(1, len(ids)):
-            expected = log_softmax(toy().logits(ids[:place]))
+            expected = raw_logprobs(toy().logits(ids[:place]))
             assert lists.token_logprobs[place] == pytest.approx(expected[ids[place]], abs=1e-4)
             best = max(lists.top_logprobs[place].values())
             assert best == pytest.approx(expected.max(), abs=1e-4) and 2 <= len(lists.top_logprobs[place]) <= 3
@@ -332,7 +326,7 @@ def test_generate(server):
         assert meta["input_token_logprobs"][0] == [None, prompt[4], None] and meta["input_top_logprobs"][0] is None
         assert [len(top) for top in meta["input_top_logprobs"][1:]] == [3] * (len(prompt) - 5)
         for place in range(5, len(prompt)):
-            expected = log_softmax(toy().logits(prompt[:place]))
+            expected = raw_logprobs(toy().logits(prompt[:place]))
             value, token, _ = meta["input_token_logprobs"][place - 4]
             assert token == prompt[place] and value == pytest.approx(expected[token], abs=1e-4)
         # The output's, scored as a prompt.
@@ -368,7 +362,7 @@ def test_logprob_fields_a_prompt(server):
     for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
         assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
     for place, entries in enumerate(first["input_token_ids_logprobs"][1:], 1):
-        scores = log_softmax(toy().logits(prompts[0][:place]))
+        scores = raw_logprobs(toy().logits(prompts[0][:place]))
         assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
     assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
     shared = fields | {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 1}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_helpers import (
-    DRAFTS,
     NGRAM,
     check_idle,
     check_plain,
@@ -119,7 +118,7 @@ class World:
 
 @pytest.mark.parametrize("snapshots", [None, 1, 6])
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
     """Random requests with common prefixes in a pool that is too small for them."""
     rng = random.Random(seed)
@@ -230,7 +229,7 @@ def conversation(engine: Any, turns: int, seed: int, **sampling: Any) -> list[An
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "sampling"), [("NONE", {}), ("NGRAM", {}), ("NGRAM", {"temperature": 0.9, "repetition_penalty": 1.3})]
+    ("algorithm", "sampling"), [("NONE", {}), ("NGRAM", {"temperature": 0.9, "repetition_penalty": 1.3})]
 )
 def test_conversation_computes_each_token_once(algorithm, sampling):
     """All full pages are cached, except for the last token of the text."""
@@ -315,18 +314,6 @@ def test_cached_pages_are_evicted_before_requests_are_retracted():
     assert engine.scheduler.retractions == 0 and engine.scheduler.prefix.pages
     check_texts(engine, toy(), prompts, params)
     assert engine.scheduler.retractions > 0
-
-
-@pytest.mark.parametrize(("algorithm", "overlap"), [("NONE", True), ("NGRAM", True), ("NGRAM", False)])
-def test_retractions_change_no_text(algorithm, overlap):
-    """Every third step retracts the youngest request, which resumes with its cached pages."""
-    engine = make_engine(toy(), DRAFTS[algorithm], retract_every=3, overlap=overlap)
-    rng = np.random.default_rng(11)
-    prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.integers(1, 30, 8)]
-    params = [SamplingParams(max_new_tokens=25, temperature=float(i % 2), seed=i) for i in range(8)]
-    check_texts(engine, toy(), prompts, params)
-    assert engine.scheduler.retractions > 10
-    assert engine.counters.cached_tokens > 10 * 4
 
 
 def test_aborted_prompt_leaves_its_pages_in_the_cache():

@@ -257,8 +257,12 @@ def first_match(text: str, begun: bool, stop: list[str], patterns: list[str]) ->
 
 
 THOUGHTS = st.lists(
-    st.sampled_from([THINK, END_THINK, "<th", "ink>", "</", "think>", "a", "b", "ab", " ", "\n", "\n\n"]), max_size=9
+    st.sampled_from([THINK, END_THINK, "<th", "ink>", "</", "think>", *"abcxA1", "ab", " ", "\n", "\n\n"]), max_size=12
 ).map("".join)
+PATTERNS = [
+    "^a", r"\bb", "a\\s?b", "[^a]b", ">", "a+", "ab+", "b|ca", "a[bc]a", r"\bab", "(?m)^c", "a{2,3}", r"\d+", "c$",
+    "a.*c", "(?i)AB", "x+ab",
+]  # fmt: skip
 
 
 @settings(max_examples=300)
@@ -266,7 +270,7 @@ THOUGHTS = st.lists(
     text=THOUGHTS,
     begun=st.booleans(),
     stop=st.lists(st.sampled_from(["a", "ab", "\n", "\n\n", "k>a", "<t", "</", " a", "b ", END_THINK]), max_size=3),
-    patterns=st.lists(st.sampled_from(["^a", r"\bb", "a\\s?b", "[^a]b", ">", "a+"]), max_size=2),
+    patterns=st.lists(st.sampled_from(PATTERNS), max_size=3),
     keep=st.booleans(),
     sizes=st.lists(st.integers(1, 12), max_size=8),
 )

@@ -28,9 +28,8 @@ from harmony_helpers import SCRIPTS, harmony_engine, harmony_tokenizer
 from toy_models import Toy
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.drafters import TreeShape, make_speculation
-from specjax.drafters.base import Params
-from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
+from specjax.drafters import TreeShape
+from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.grammar import Grammar
 from specjax.engine.text import ANALYSIS, LEAD, ThinkingBudget
 from specjax.limits import ParameterError
@@ -50,13 +49,10 @@ def thinking_tokenizer() -> Any:
 @functools.cache
 def engine_of(algorithm: str, **config: Any) -> Engine:
     """An engine over the pair model, for which all drafters are right often."""
-    toy, params, make = right_often("eagle3" if algorithm == "EAGLE3" else "mtp" if algorithm == "MTP" else "eagle")
-    learned = algorithm in ("EAGLE3", "MTP")
-    drafter = make(TreeShape(3, 2, 6)) if learned else make_speculation(DRAFTS[algorithm])
-    settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 96}
-    settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
-    given = Params(toy.params, params if learned else None)
-    return Engine(toy.target, given, thinking_tokenizer(), drafter, config=EngineConfig(**settings))
+    learned = algorithm == "EAGLE3"
+    toy, params, make = right_often("eagle3" if learned else "eagle")
+    drafter = make(TreeShape(3, 2, 6)) if learned else DRAFTS[algorithm]
+    return make_engine(toy, drafter, tokens=thinking_tokenizer(), draft=params if learned else None, **config)
 
 
 def expected(
@@ -117,8 +113,8 @@ PROMPTS: list[tuple[list[int], bool | None]] = [
 @pytest.mark.parametrize(
     ("algorithm", "config"),
     [
-        ("NONE", {}), ("NGRAM", {}), ("EAGLE3", {}), ("MTP", {}), ("EAGLE3", {"overlap": False}),
-        ("NGRAM", {"prefix_cache": False}), ("EAGLE3", {"max_total_tokens": 96, "max_running_requests": 6}),
+        ("NONE", {}), ("NGRAM", {"prefix_cache": False}),
+        ("EAGLE3", {"overlap": False, "max_total_tokens": 96, "max_running_requests": 6, "context_length": 96}),
     ],
 )  # fmt: skip
 def test_text_under_a_budget_is_that_of_plain_decoding(algorithm, config):
@@ -210,7 +206,7 @@ def test_model_without_markers_ignores_the_budget():
             SamplingParams(thinking_token_budget=value)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_forced_ends_in_other_families(tmp_path, family):
     """Recurrent layers and sliding windows resume after a forced end with the expected text."""
     toy = load_family(save_family(tmp_path, family, vocab_size=48), family).toy

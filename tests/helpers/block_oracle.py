@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from eagle_oracle import TokenPath, log_softmax, rotate
 
 Tensors = Mapping[str, np.ndarray]
-TokenPath = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,6 @@ def times(w: Tensors, name: str, x: np.ndarray) -> np.ndarray:
     return out + w[f"{name}.bias"] if f"{name}.bias" in w else out
 
 
-def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """One head's vector: channel i turns with channel i + E / 2."""
-    half, out = len(x) // 2, np.array(x, float)
-    for i in range(half):
-        angle = position / theta ** (2 * i / len(x))
-        out[i] = x[i] * np.cos(angle) - x[half + i] * np.sin(angle)
-        out[half + i] = x[half + i] * np.cos(angle) + x[i] * np.sin(angle)
-    return out
-
-
 def heads_of(w: Tensors, spec: Spec, layer: int, kind: str, x: np.ndarray, first: int) -> np.ndarray:
     """Queries (q), keys (k) or values (v) of rows at positions first, first + 1, ...: [n, heads, E]."""
     at = f"layers.{layer}.self_attn."
@@ -63,10 +53,7 @@ def heads_of(w: Tensors, spec: Spec, layer: int, kind: str, x: np.ndarray, first
         return heads
     weight = w[f"{at}{kind}_norm.weight"]
     return np.stack(
-        [
-            [rotated(head, first + i, spec.theta) for head in normed(row, weight, spec.eps)]
-            for i, row in enumerate(heads)
-        ]
+        [[rotate(head, first + i, spec.theta) for head in normed(row, weight, spec.eps)] for i, row in enumerate(heads)]
     )
 
 
@@ -129,11 +116,6 @@ def slot_logits(spec: Spec, outputs: np.ndarray, head: np.ndarray) -> tuple[np.n
     outputs = outputs if spec.from_anchor else outputs[1:]
     logits = outputs @ head.T.astype(float) * spec.output_scale
     return outputs, logits if spec.softcap is None else spec.softcap * np.tanh(logits / spec.softcap)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    top = logits.max()
-    return logits - top - np.log(np.exp(logits - top).sum())
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine_helpers import MERGES, byte_level_bpe
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = (
@@ -125,9 +125,7 @@ FAMILIES = {
 
 @functools.cache
 def _core() -> Tokenizer:
-    core = byte_level_bpe(SPECIAL)
-    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
-    return core
+    return byte_level_bpe(SPECIAL, added=ADDED)
 
 
 VOCABULARY = len(SPECIAL) + 256 + len(MERGES) + len(ADDED)

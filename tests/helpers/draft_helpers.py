@@ -22,12 +22,12 @@ MAP = np.random.default_rng(5).permutation(48)[:40].astype(np.int32)
 """A token map of the pair model."""
 
 
-def noisy(toy: Toy, scale: float = 0.05) -> StandaloneParams:
+def noisy(toy: Toy) -> StandaloneParams:
     """A draft model: the target with noise in its weights, which is right often, but not always."""
     rng = np.random.default_rng(1)
 
     def moved(leaf: jax.Array) -> jax.Array:
-        return jnp.asarray(np.asarray(leaf) + rng.normal(0, scale, leaf.shape).astype(np.float32))
+        return jnp.asarray(np.asarray(leaf) + rng.normal(0, 0.05, leaf.shape).astype(np.float32))
 
     return StandaloneParams(jax.tree.map(moved, toy.params))
 

@@ -19,7 +19,7 @@ import oracle
 
 NO_PARENT = -1
 NO_TOKEN = -1
-GOLDEN = Path(__file__).parents[1] / "golden" / "eagle_trees.json"
+TABLES = Path(__file__).parents[1] / "golden" / "draft_tables.json"
 
 Tensors = Mapping[str, np.ndarray]  # by the names of FORMATS.md, torch's layout [out, in]
 TokenPath = tuple[int, ...]  # tokens below the root, target ids
@@ -185,11 +185,8 @@ class DraftTree:
     depth: list[int]
     valid: list[bool]
     scores: list[float]  # 0 for the root, -inf where invalid
-    positions: list[int]  # in the target: prefix_length + depth
-    ancestors: np.ndarray  # bool [N, N]: [i, j]: j is i or above it
     pool: list[Candidate]  # without impossible ones
     chosen: list[int]  # the pool's indices of nodes 1, 2, ...
-    beams: list[list[int]]  # the pool's indices of the nodes that were expanded, by level from 1, best first
     gap: float
     """How close a decision was: the smallest difference of scores, over every top-k, beam and rerank, between one
     taken and one left. Exact ties are settled by index and do not count. Above the error of an implementation, that
@@ -234,7 +231,6 @@ def grow_tree(
     topk: int,
     width: int,
     *,
-    prefix_length: int = 0,
     target_ids: Sequence[int] | np.ndarray | None = None,
 ) -> DraftTree:
     """EAGLE-2's tree of `width` nodes, the root included, from log-probabilities alone.
@@ -258,7 +254,6 @@ def grow_tree(
     def path_of(index: int) -> TokenPath:
         return () if index == NO_PARENT else (*path_of(pool[index].parent), pool[index].token)
 
-    beams: list[list[int]] = []
     beam = [NO_PARENT]
     for level in range(1, steps + 1):
         first = len(pool)
@@ -273,30 +268,20 @@ def grow_tree(
         if level < steps:
             new = list(range(first, len(pool)))
             beam = [new[i] for i in gaps.best([np.float32(pool[j].score) for j in new], topk, ordered=True)]
-            beams.append(beam)
     chosen = sorted(gaps.best([np.float32(candidate.score) for candidate in pool], width - 1, ordered=False))
 
     node_of = {NO_PARENT: 0} | {index: node for node, index in enumerate(chosen, 1)}
     missing = width - 1 - len(chosen)
     parents = [NO_PARENT, *(node_of[pool[i].parent] for i in chosen), *[NO_PARENT] * missing]
     depth = [0, *(pool[i].depth for i in chosen), *[0] * missing]
-    ancestors = np.zeros((width, width), bool)
-    for node in range(width):
-        above = node
-        while above != NO_PARENT:
-            ancestors[node, above] = True
-            above = parents[above]
     return DraftTree(
         tokens=[root, *(pool[i].token for i in chosen), *[NO_TOKEN] * missing],
         parents=parents,
         depth=depth,
         valid=[True] * (width - missing) + [False] * missing,
         scores=[0.0, *(pool[i].score for i in chosen), *[-math.inf] * missing],
-        positions=[prefix_length + d for d in depth],
-        ancestors=ancestors,
         pool=pool,
         chosen=chosen,
-        beams=beams,
         gap=gaps.gap,
         order_gap=gaps.order_gap,
     )
@@ -355,7 +340,6 @@ def draft_tree(
         steps,
         topk,
         width,
-        prefix_length=n,
         target_ids=ids,
     )
 
@@ -441,7 +425,7 @@ def check_steps(
     return compared, undrafted
 
 
-# Golden trees. The draft is a table: log-probabilities given the last token, so that a tree can be checked by eye.
+# Drafts that are a table: log-probabilities given the last token, so that a tree can be checked by eye.
 
 
 @dataclass(frozen=True)
@@ -453,7 +437,6 @@ class Case:
     width: int
     root: int
     log_probs: np.ndarray  # float32 [V, W]: row = the last token's target id, column = the next one's draft id
-    prefix_length: int = 0
     target_ids: tuple[int, ...] | None = None  # [W]
 
     def grow(self) -> DraftTree:
@@ -463,21 +446,17 @@ class Case:
             self.steps,
             self.topk,
             self.width,
-            prefix_length=self.prefix_length,
             target_ids=self.target_ids,
         )
 
 
-def read_golden(path: Path = GOLDEN) -> list[tuple[Case, dict[str, Any]]]:
-    """The cases with their expected trees, impossible log-probabilities and invalid nodes' scores being -inf."""
+def table_cases() -> list[Case]:
+    """The cases of TABLES; impossible log-probabilities are -inf."""
     cases = []
-    for record in json.loads(path.read_text())["cases"]:
-        expected = record.pop("tree")
-        expected["scores"] = [-math.inf if score is None else score for score in expected["scores"]]
-        for key in ("gap", "order_gap"):
-            expected[key] = math.inf if expected[key] is None else expected[key]
+    for record in json.loads(TABLES.read_text())["cases"]:
         table = [[-math.inf if x is None else x for x in row] for row in record.pop("log_probs")]
         ids = record.pop("target_ids")
-        ids = None if ids is None else tuple(ids)
-        cases.append((Case(**record, log_probs=np.array(table, np.float32), target_ids=ids), expected))
+        cases.append(
+            Case(**record, log_probs=np.array(table, np.float32), target_ids=None if ids is None else tuple(ids))
+        )
     return cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
 
@@ -40,13 +41,22 @@ NEAR = 1e-3
 """A draw whose gap is below this may go either way (docs/design.md, Floating point)."""
 
 
-def byte_level_bpe(special: List[str] = SPECIAL) -> Tokenizer:
-    """A new byte-level BPE: special tokens, the 256 bytes, six merges."""
-    words = [*special, *LETTERS, *(a + b for a, b in MERGES)]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_level_bpe(
+    special: List[str] = SPECIAL,
+    *,
+    words: List[str] = (),
+    added: List[str] = (),
+    merges: List[tuple[str, str]] = MERGES,
+    use_regex: bool = True,
+) -> Tokenizer:
+    """A new byte-level BPE: special tokens, the 256 bytes, six merges. `words`: replaces these tokens; `added`: tokens
+    that are not special."""
+    words = words or [*special, *LETTERS, *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(special))
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in added])
     return core
 
 
@@ -60,9 +70,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def spelled(words: List[str], special=SPECIAL) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with these tokens."""
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.add_special_tokens(list(special))
+    core = byte_level_bpe(special, words=words, merges=())
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
 
 
@@ -107,19 +115,21 @@ def make_engine(
     *,
     eos=(),
     warm=True,
+    tokens: PreTrainedTokenizerFast | None = None,
     draft: Any = None,
     verify: Verifier = verify_tree,
     retract_every: int | None = None,
     **config: Any,
 ) -> Engine:
-    """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
-    the engine's."""
+    """Four rows, small pages, several chunks a prompt. `tokens`: the tokenizer; `draft`: the drafter's parameters;
+    `config`: the engine's."""
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8, "adaptive": False} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
     engine = Engine(
-        model.target, params, tokenizer(), make_speculation(drafter), verify=verify, config=options, eos_ids=tuple(eos)
-    )
+        model.target, params, tokens or tokenizer(), make_speculation(drafter), verify=verify, config=options,
+        eos_ids=tuple(eos),
+    )  # fmt: skip
     if retract_every is not None:
         _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
@@ -212,6 +222,15 @@ def check_plain(model: Toy, prompt: List[int], params: SamplingParams, done: Com
     assert done.text == decode(expected.tokens[:-1] if stopped else expected.tokens)
 
 
+def check_counts(done: Completion) -> None:
+    """The histogram of accepted drafts agrees with the numbers of steps and tokens."""
+    bins = done.spec_accept_histogram
+    assert sum(bins) == done.spec_verify_ct
+    assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == done.completion_tokens - 1
+    if done.spec_verify_ct:
+        assert math.isclose(done.spec_accept_length, (done.completion_tokens - 1) / done.spec_verify_ct)
+
+
 def devices(engine: Engine) -> list[int]:
     """Ids of the devices with arrays of the engine."""
     leaves = jax.tree.leaves((engine.params, engine.device.state))
@@ -225,19 +244,19 @@ def check_idle(engine: Engine) -> None:
     assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
 
 
-def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any, eos=()) -> list[Completion]:
+def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any) -> list[Completion]:
     """Generate; all texts equal plain decoding, and the engine is idle."""
     completions = engine.generate(prompts, params)
     for prompt, sampling, done in zip(prompts, params, completions, strict=True):
-        check_plain(model, prompt, sampling, done, eos)
+        check_plain(model, prompt, sampling, done)
     check_idle(engine)
     return completions
 
 
-def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
+def drain(engine: Engine) -> dict[str, Completion]:
     """Steps until all is done, checking after each; what finished by itself, by id."""
     done: dict[str, Completion] = {}
-    for _ in range(most):
+    for _ in range(5000):
         if not engine.unfinished:
             return done
         for sequence in engine.step():
@@ -245,7 +264,7 @@ def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
                 assert sequence.id not in done, "reported twice"
                 done[sequence.id] = completion(sequence)
         engine.check_integrity()
-    raise AssertionError(f"not done after {most} steps: {engine.scheduler.waiting} {engine.scheduler.active}")
+    raise AssertionError(f"does not end: {engine.scheduler.waiting} {engine.scheduler.active}")
 
 
 def outcome(done: Completion) -> tuple[str, list[int], dict[str, Any]]:

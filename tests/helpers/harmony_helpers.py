@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from engine_helpers import LETTERS, byte_level_bpe
 from tool_helpers import scripted_engine, scripted_model
 from transformers import PreTrainedTokenizerFast
 
@@ -61,13 +61,11 @@ ENDS = ("<|return|>", "<|call|>")
 @functools.cache
 def harmony_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE without merges. Markers are special tokens, as those of gpt-oss, pieces of the scripts are not."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(letters)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<|endoftext|>", *Harmony.markers()])
     pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script if piece not in Harmony.markers())
-    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in pieces if len(word) > 1])
+    core = byte_level_bpe(
+        ["<|endoftext|>", *Harmony.markers()], words=LETTERS, added=[word for word in pieces if len(word) > 1],
+        merges=(), use_regex=False,
+    )  # fmt: skip
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|return|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
     )

@@ -61,7 +61,7 @@ def shortened(engine: Engine) -> None:
 
 engine: Engine | None = None
 for case in cases:
-    engine = mesh_program.in_memory(case, int(processes) * int(devices), following.shared_by(group))
+    engine = mesh_program.in_memory(case, int(processes) * int(devices), kind=following.shared_by(group))
     if isinstance(group, Leader):
         print(json.dumps(mesh_program.run(engine)), flush=True)
         assert engine.flush_cache()

@@ -1,11 +1,13 @@
-"""Engines over several CPU devices, for tests/core/test_mesh.py.
+"""Engines, models and products over several CPU devices, for tests/core/test_mesh*.py.
 
-Runs in a separate process, because the number of devices must be set before JAX starts. Prints a line of JSON per case.
+Runs in a separate process, because the number of devices must be set before JAX starts. Prints a line of JSON for each
+argument, a list in JSON: the name of a function, and its arguments.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -18,8 +20,10 @@ import numpy as np
 if not jax.distributed.is_initialized():  # else hosts_program.py sets it
     jax.config.update("jax_num_cpu_devices", 4)
 
-from engine_helpers import NGRAM, tokenizer
-from specjax_kernels import CAUSAL
+from engine_helpers import NGRAM, force_drafts, text_parity, tokenizer
+from specjax_kernels import CAUSAL, Quantised, embed, linear, quantise
+from specjax_kernels.mesh import on_axis
+from specjax_kernels.quantised import shared, split_axes
 
 from specjax.cache import PoolShape, init_cache
 from specjax.config import BlockConfig, DeltaNet, Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
@@ -38,10 +42,10 @@ from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import Grammar
 from specjax.load import declared_models
-from specjax.models import init_params, make_target
+from specjax.models import init_params, make_target, table
 from specjax.models.draft_head import init_head_params, with_token_map
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
-from specjax.models.params import map_leaves
+from specjax.models.params import input_letters, is_product, map_leaves, output_major
 from specjax.parallel.sharding import empty_state, everywhere, local_bytes, make_mesh, place_params, under
 
 VOCABULARY = 268
@@ -61,6 +65,28 @@ HEAD3 = HeadConfig(
 )  # fmt: skip
 FEW = np.arange(70, 82, dtype=np.int32)
 """Tokens to which requests are biased, so that heads that propose nothing else are right now and then."""
+EXPERTS = Experts(8, 2, 64, (1,))
+LATENT = Latent(rank=32, query_rank=32, nope_dim=8, rope_dim=8, value_dim=16)
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "phi3": {},
+    "qwen3_moe": {"experts": EXPERTS},
+    "deepseek_v3": {
+        "experts": replace(EXPERTS, scoring="sigmoid", groups=4, top_groups=2, shared_width=64),
+        "latent": LATENT,
+        "query_scale": 0.2,
+    },
+    "qwen3_next": {"delta": DeltaNet((0,), 2, 4, 8, 12)},
+    "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
+    "gpt_oss": {"experts": replace(EXPERTS, per_token=4), "windows": (4, None), "output_bias": True},
+}
+MODELS = {
+    family: replace(
+        CONFIG, family=family, hidden_size=64, intermediate_size=128, num_heads=8, head_dim=8, attention_bias=False,
+        **changes,
+    )
+    for family, changes in CHANGES.items()
+}  # fmt: skip
 TREE, CHAIN = TreeShape(2, 3, 6), TreeShape(2, 1, 3)
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 COLLECTIVE = re.compile(rf" = \(?(\w+)\[([\d,]*)\].* ({'|'.join(KINDS)})(?:-start)?\(")
@@ -100,7 +126,8 @@ def eagle() -> tuple[Any, ...]:
 
 
 def eagle3() -> tuple[Any, ...]:
-    return eagle_drafter(target, HEAD3, TREE), head(HEAD3), HEAD3
+    config = replace(HEAD3, hidden_size=CONFIG.hidden_size, feature_size=2 * CONFIG.hidden_size)
+    return eagle_drafter(target, config, TREE), head(config), config
 
 
 def token_map() -> tuple[Any, ...]:
@@ -116,7 +143,8 @@ def standalone() -> tuple[Any, ...]:
 
 
 def mtp() -> tuple[Any, ...]:
-    config = MtpConfig("mimo", replace(CONFIG, num_layers=1), CONFIG.num_layers, 2, VOCABULARY)
+    experts = CONFIG.experts and replace(CONFIG.experts, layers=(0,))
+    config = MtpConfig("mimo", replace(CONFIG, num_layers=1, experts=experts), CONFIG.num_layers, 2, VOCABULARY)
     sizes = mtp_sizes(config)
     shapes = map_leaves(mtp_table(config), lambda leaf: jnp.zeros(leaf.shape(sizes)))
     return mtp_drafter(target, config, CHAIN), drawn(shapes, 3), config
@@ -143,10 +171,10 @@ SAMPLING = [
 ]
 
 
-def settings(count: int) -> EngineConfig:
+def settings(count: int, groups: int = 1) -> EngineConfig:
     return EngineConfig(
         max_running_requests=1, page_size=4, max_total_tokens=512, context_length=64, chunked_prefill_size=16,
-        tensor_parallel=count, adaptive=False,
+        tensor_parallel=count, expert_parallel=groups, adaptive=False,
     )  # fmt: skip
 
 
@@ -176,38 +204,115 @@ def run(engine: Engine) -> dict[str, Any]:
     }
 
 
-def in_memory(case: str, count: int, kind: type[Engine] = Engine) -> Engine:
+def use_experts() -> None:
+    """Replaces the target of all cases by one with experts."""
+    global CONFIG, target, weights
+    CONFIG = MODELS["qwen3_moe"]
+    target = make_target(CONFIG)
+    weights = drawn(init_params(CONFIG, jax.random.key(0)), 0)
+
+
+def in_memory(
+    case: str, count: int, groups: int = 0, kind: type[Engine] = Engine, config: EngineConfig | None = None
+) -> Engine:
+    """`groups`: of experts; 0: the target has none."""
+    if groups and CONFIG.experts is None:
+        use_experts()
     drafter, draft, description = CASES[case]()
-    params, config = Params(weights, draft), settings(count)
+    params, config = Params(weights, draft), config or settings(count, groups or 1)
     return kind(target, params, tokenizer(), drafter, config=config, draft_model=description)
 
 
-def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Engine:
-    draft = options_of(algorithm, **({"path": path} if path else {}))
-    config = settings(count)
-    return Engine.from_pretrained(folder, draft=draft, config=config, compilation_cache=False, progress=False)
+def texts(*arguments: Any) -> dict[str, Any]:
+    return run(in_memory(*arguments))
 
 
-def forward(family: str, count: int, width: int) -> dict[str, Any]:
-    """Difference of a forward's logits from one device, and its collectives."""
-    experts = Experts(8, 2, 24, (1,))
-    latent = Latent(rank=16, query_rank=24, nope_dim=12, rope_dim=8, value_dim=10)
-    changes: dict[str, dict[str, Any]] = {
-        "qwen3_moe": {"experts": experts},
-        "deepseek_v3": {
-            "experts": replace(experts, scoring="sigmoid", shared_width=24),
-            "latent": latent,
-            "query_scale": 0.2,
-        },
-        "qwen3_next": {"delta": DeltaNet((0,), 2, 4, 8, 12)},
-        "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
-        "gpt_oss": {"experts": replace(experts, per_token=4), "windows": (4, None), "output_bias": True},
+def from_files(
+    folder: str, count: int, algorithm: str, draft: dict[str, Any], quantization: str = "auto", groups: int = 1
+) -> dict[str, Any]:
+    """`draft`: fields of the algorithm's options."""
+    engine = Engine.from_pretrained(
+        folder, draft=options_of(algorithm, **draft), config=settings(count, groups), quantization=quantization,
+        compilation_cache=False, progress=False,
+    )  # fmt: skip
+    experts = {name: leaf for name, leaf in engine.params.target["layers_1"].items() if name.startswith("experts")}
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
+    return run(engine) | {
+        "experts": local_bytes(experts) / whole if whole else None,
+        "quantised draft": len(quantised_leaves(engine.params.draft)),
     }
-    config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
-    model, mesh = make_target(config), make_mesh(count)
-    parameters = drawn(init_params(config, jax.random.key(0)), 0)
+
+
+def quantised_leaves(params: Any) -> list[Quantised]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return [leaf for leaf in leaves if isinstance(leaf, Quantised)]
+
+
+# Requests whose tree widths change.
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
+SHARED = [*range(60, 76)]
+REQUESTS = [
+    (SHARED, SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=3, logprob_ids=(5, 70))),
+    ([9, 8, 7, 60, 61], SamplingParams(max_new_tokens=14, ignore_eos=True, logit_bias=BIAS, prompt_logprobs=2)),
+    ([*SHARED, 4], SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.9, seed=7, logprobs=0)),
+    ([100, 101], SamplingParams(max_new_tokens=24, grammar=Grammar("json_schema", SCHEMA), logprobs=1)),
+    ([*SHARED, 4, 5], SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=2, logprob_start_len=3)),
+]  # fmt: skip
+
+
+def features(case: str, count: int, adaptive: bool) -> dict[str, Any]:
+    """Log-probabilities, grammars, reused pages and adaptive drafting."""
+    engine = in_memory(case, count, config=replace(settings(count), max_running_requests=2, adaptive=adaptive))
+    chosen = force_drafts(engine, lambda: text_parity(engine)) if adaptive else []
+    prompts, sampling = zip(*REQUESTS, strict=True)
+    # The other requests reuse pages of the first.
+    done = [engine.generate(prompts[0], sampling[0]), *engine.generate([*prompts[1:]], [*sampling[1:]])]
+    engine.check_integrity()
+    return {
+        "texts": [completion.output_ids for completion in done],
+        "cached": [completion.cached_tokens for completion in done],
+        "logprobs": [[(each.logprob, each.top, each.of_ids) for each in one.logprobs or ()] for one in done],
+        "prompts": [[(each.logprob, each.top) for each in one.prompt_logprobs or ()] for one in done],
+        "accepted": engine.counters.accepted,
+        "chosen": sorted(set(chosen)),
+    }
+
+
+# Forwards and products, compared with one device.
+
+
+def forward(family: str, count: int, width: int, kind: str | None = None, groups: int = 1) -> dict[str, Any]:
+    """Difference of a forward's logits from one device, and its collectives. `kind`: of quantised weights."""
+    config = MODELS[family]
+    model, mesh = make_target(config), make_mesh(count, groups=groups)
     assert mesh is not None
-    return compared(model, mesh, parameters, width)[0]
+    parameters = drawn(init_params(config, jax.random.key(0)), 0)
+    result, placed = compared(model, mesh, parameters if kind is None else in_few_bits(parameters, config, kind), width)
+    again = place_params(mesh, Params(placed), declared_models(model, None)).target
+    assert jax.tree.structure(again) == jax.tree.structure(placed)
+    names = ("experts_gate_up", "experts_down")
+    experts = [placed["layers_1"][name] for name in names if name in placed["layers_1"]]
+    arrays = [leaf.codes if isinstance(leaf, Quantised) else leaf for leaf in experts]
+    return result | {
+        "collectives": [kind for *_, kind in result["collectives"]],
+        "quantised": len(quantised_leaves(placed)),
+        "quantised experts": len(quantised_leaves(experts)),
+        "parts": [np.divide(array.sharding.shard_shape(array.shape), array.shape).tolist() for array in arrays],
+    }
+
+
+def in_few_bits(weights: dict[str, Any], config: ModelConfig, kind: str) -> dict[str, Any]:
+    """Quantises all matrices of a model, as loading does."""
+    result = {name: dict(part) if isinstance(part, dict) else part for name, part in weights.items()}
+    for scope in table(config):
+        place = result[scope.name] if scope.name else result
+        for leaf in filter(is_product, scope.leaves):
+            inputs, outputs = input_letters(leaf), output_major(leaf).dims[:-1]
+            axes = [leaf.dims.index(letter) for letter in (*outputs, *inputs)]
+            value = np.asarray(place[leaf.name]).transpose(axes)
+            place[leaf.name] = quantise(value.reshape(*value.shape[: len(outputs)], -1), kind)
+    return result
 
 
 def compared(model: Any, mesh: Any, parameters: Any, width: int) -> tuple[dict[str, Any], Any]:
@@ -235,10 +340,74 @@ def compared(model: Any, mesh: Any, parameters: Any, width: int) -> tuple[dict[s
     }, placed
 
 
+def on_devices(mesh: Any, leaf: Quantised) -> Any:
+    """The parts of a divided leaf."""
+
+    def put(axis: int, array: Any) -> Any:
+        return jax.device_put(array, jax.sharding.NamedSharding(mesh, on_axis(axis)))
+
+    return jax.tree.map(put, split_axes(leaf), leaf)
+
+
+SPLITS = {"outputs": -4, "last outputs": -2, "inputs": -1}
+
+
+def product(name: str, count: int, split: str, rows: int) -> dict[str, Any]:
+    """Relative error of a product against float64, and its collectives."""
+    from quantised_leaves import decoded, leaf_of
+
+    leaf, mesh = leaf_of(name, (4, 2, 12), 512), make_mesh(count)
+    assert mesh is not None
+    divided = shared(leaf, SPLITS[split], count)
+    if divided is None:
+        return {"split": False}
+    x = np.random.default_rng(1).normal(size=(1, rows, leaf.depth)).astype(np.float32)
+    expected = np.einsum("bnm,kqem->bnkqe", x.astype(np.float64), decoded(leaf))
+    with under(mesh):
+        arguments = jax.device_put(x, everywhere(mesh)), on_devices(mesh, divided)
+        program = jax.jit(linear).lower(*arguments).compile()
+    result = np.asarray(program(*arguments))
+    return {
+        "split": True,
+        "error": float(np.abs(result - expected).max() / np.abs(expected).max()),
+        "collectives": [kind for *_, kind in collectives(program)],
+        "share": local_bytes(arguments[1]) / divided.nbytes,
+    }
+
+
+def rows_of_a_table(name: str, count: int) -> dict[str, Any]:
+    """Difference of embedding rows from one device, and their collectives."""
+    from quantised_leaves import leaf_of
+
+    leaf, mesh = leaf_of(name, (32,), 64), make_mesh(count)
+    assert mesh is not None
+    ids = np.asarray([[0, 31, 7, 8, 15, 16]], np.int32)
+    divided = shared(leaf, -2, count)
+    assert divided is not None
+    with under(mesh):
+        arguments = on_devices(mesh, divided), jax.device_put(ids, everywhere(mesh))
+        program = jax.jit(embed).lower(*arguments).compile()
+    result = program(*arguments)
+    return {
+        "error": float(np.abs(np.asarray(result) - np.asarray(embed(leaf, jnp.asarray(ids)))).max()),
+        "collectives": [kind for *_, kind in collectives(program)],
+    }
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+FUNCTIONS: dict[str, Any] = {f.__name__: f for f in (texts, from_files, features, forward, product, rows_of_a_table)}
+
 if __name__ == "__main__":
-    for argument in map(json.loads, sys.argv[1:]):  # arguments of `in_memory`, `forward` or `from_files`
-        if len(argument) == 3:
-            print(json.dumps(forward(*argument)), flush=True)
-            continue
-        engine = in_memory(*argument) if len(argument) == 2 else from_files(*argument)
-        print(json.dumps(run(engine)), flush=True)
+    handler = Warnings()
+    logging.getLogger("specjax").addHandler(handler)
+    for name, *arguments in map(json.loads, sys.argv[1:]):
+        handler.texts.clear()
+        print(json.dumps(FUNCTIONS[name](*arguments) | {"warnings": handler.texts}), flush=True)

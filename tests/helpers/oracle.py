@@ -141,11 +141,9 @@ def _nonzero(gap: float) -> float:
     return float(gap) if gap else math.inf
 
 
-def distribution(
-    logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
-) -> np.ndarray:
+def distribution(logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens) -> np.ndarray:
     """Distribution of the next token, float64 [V]."""
-    edited = edited_logits(logits, params, prompt, generated, allowed)
+    edited = edited_logits(logits, params, prompt, generated)
     if params.temperature == 0:
         return np.eye(len(edited))[int(np.argmax(edited))]
     return softmax(truncated_logits(edited, params)[0])
@@ -178,38 +176,6 @@ class Tree:
 
 def chain_tree(root: int, tokens: Tokens) -> Tree:
     return Tree((root, *tokens), tuple(range(-1, len(tokens))))
-
-
-def expand_tree(root: int, log_probs: Callable[[tuple[int, ...]], np.ndarray], k: int, depth: int, width: int) -> Tree:
-    """EAGLE-2: k continuations of k beams, ``depth`` levels; the best ``width - 1`` by float32 score, in pool order.
-
-    ``log_probs(path below the root) -> [V]``. ``sorted`` is stable, so ties go to the lower index.
-    """
-
-    def best(candidates: list[int], count: int) -> list[int]:
-        return sorted(candidates, key=lambda i: -scores[i])[:count]
-
-    paths: list[tuple[int, ...]] = []
-    parents: list[int] = []
-    scores: list[np.float32] = []
-    beam = [NO_PARENT]
-    for _ in range(depth):
-        first = len(paths)
-        for node in beam:
-            path, score = ((), np.float32(0)) if node == NO_PARENT else (paths[node], scores[node])
-            continuation = np.asarray(log_probs(path), np.float32)
-            for token in np.argsort(-continuation, kind="stable")[:k]:
-                paths.append((*path, int(token)))
-                parents.append(node)
-                scores.append(np.float32(score + continuation[token]))
-        beam = best(list(range(first, len(paths))), k)
-    kept = sorted(best(list(range(len(paths))), width - 1))
-    slot = {NO_PARENT: 0} | {node: i + 1 for i, node in enumerate(kept)}
-    return Tree(
-        (root, *(paths[node][-1] for node in kept)),
-        (NO_PARENT, *(slot[parents[node]] for node in kept)),
-        (0.0, *(float(scores[node]) for node in kept)),
-    )
 
 
 def path_nodes(tree: Tree, node: int) -> list[int]:

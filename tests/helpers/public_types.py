@@ -1,4 +1,4 @@
-"""Types of public functions for pyright, which test_public_names.py runs over this file.
+"""Types of public functions for pyright, which `make check` runs over this file.
 
 The code is not executed. Comments that ignore an error mark required errors.
 """

@@ -48,14 +48,14 @@ def plain() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
+def wait_for(condition: Callable[[], Any], what: str) -> None:
     """Waits until `condition` is true. An HTTP error counts as false."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + SECONDS
     while True:
         with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
             if condition():
                 return
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
         time.sleep(0.1)
 
 

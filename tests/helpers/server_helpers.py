@@ -105,10 +105,10 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
     return error
 
 
-def request(path: str, body: Any, *, length: int | None = None, headers: str = "") -> bytes:
+def request(path: str, body: Any, *, length: int | None = None) -> bytes:
     """The bytes of a POST. `length`: the Content-Length, if not the body's own length."""
     data = json.dumps(body).encode()
-    lines = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    lines = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{lines}Content-Length: {len(data) if length is None else length}\r\n\r\n".encode() + data
 
 

@@ -12,14 +12,11 @@ import random
 from typing import Any
 
 import numpy as np
-from engine_helpers import END, NGRAM, SPECIAL, largest_step
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from engine_helpers import END, LETTERS, NGRAM, SPECIAL, byte_level_bpe, make_engine
 from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
 
-from specjax.drafters import make_speculation
-from specjax.drafters.base import Params
-from specjax.engine import Engine, EngineConfig
+from specjax.engine import Engine
 from specjax.serve.calls import Harmony
 from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
 
@@ -103,13 +100,10 @@ SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _S
 @functools.cache
 def tool_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE without merges. Markers and the pieces of the scripts are tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*SPECIAL, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([*SPECIAL, *MARKERS])
     pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script if piece not in MARKERS)
-    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in (*PLAIN_MARKERS, *pieces)])
+    core = byte_level_bpe(
+        [*SPECIAL, *MARKERS], words=[*SPECIAL, *LETTERS], added=[*PLAIN_MARKERS, *pieces], merges=(), use_regex=False
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
     )
@@ -164,14 +158,10 @@ def tool_engine() -> Engine:
 
 
 def scripted_engine(model: Toy, tokenizer: Any, eos_ids: tuple[int, ...]) -> Engine:
-    config = EngineConfig(
-        max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
-    )
-    engine = Engine(
-        model.target, Params(model.params, None), tokenizer, make_speculation(NGRAM), config=config, eos_ids=eos_ids
-    )
-    engine.warm_up([largest_step(engine)], progress=False)
-    return engine
+    return make_engine(
+        model, NGRAM, tokens=tokenizer, eos=eos_ids, page_size=16, max_total_tokens=8192, context_length=2048,
+        chunked_prefill_size=256,
+    )  # fmt: skip
 
 
 def ask(last: str, **more: Any) -> dict[str, Any]:

@@ -33,12 +33,10 @@ def save_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def save_data(file: Path, lines: int = 24, seed: int = 0) -> Path:
-    rng = np.random.default_rng(seed)
+def save_data(file: Path) -> Path:
+    rng = np.random.default_rng(0)
     words = ["the", "hello", "12", "cat", "end"]
-    rows = [
-        {"prompt": " ".join(rng.choice(words, 6)), "response": " ".join(rng.choice(words, 8))} for _ in range(lines)
-    ]
+    rows = [{"prompt": " ".join(rng.choice(words, 6)), "response": " ".join(rng.choice(words, 8))} for _ in range(24)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

@@ -24,6 +24,7 @@ from specjax.engine import Engine, EngineConfig
 from specjax.engine.config import layout
 from specjax.engine.device import Resident
 from specjax.engine.memory import Devices, temporary_bytes, temporary_terms
+from specjax.engine.plan import Key
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, SHARE_VARIABLES
 from specjax.hardware.dry_run import Case, make_plan, outline

@@ -118,7 +118,7 @@ def program(count: int, devices: int, *mode_and_cases: str) -> Callable[[int, st
 
 def check_texts(together: Together, cases: Sequence[str], devices: int) -> None:
     """Waits until the leader has printed the texts of one process, for each case."""
-    (alone,) = run(["none", 1])
+    (alone,) = run(["texts", "none", 1])
     together.wait_for(lambda: len(together.lines()) == len(cases))
     for line, case in zip(together.lines(), cases, strict=True):
         assert line["algorithm"] == ALGORITHMS[case]

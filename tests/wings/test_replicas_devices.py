@@ -18,7 +18,7 @@ PROGRAM = "replicas_program.py"
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """One device, without drafts."""
-    return run(["none", 1])[0]
+    return run(["texts", "none", 1])[0]
 
 
 def check(result: dict[str, Any], texts: Any, replicas: int, split: int) -> None:
