@@ -1,10 +1,11 @@
 """The engine: requests in, text out. Plain Python on the host. In reading order:
 
-engine         Engine: requests, the loop (`step`: schedule, dispatch, collect), generation
+engine         Engine: requests, the loop (`step`: collect, plan, dispatch), generation
 config         EngineConfig, and the sizes derived from it
-scheduler      which requests run next: slots, `pages` and the prefix cache, batches; `draft_policy`
-buckets        which sizes are compiled; `programs`: what each program computes, and when it is compiled
-batch          `dispatch` and `collect` of a batch; `device`: the state, launches, packed arrays
+plan           which program runs next, and for which requests, a function of values; `draft_policy`: of how many nodes
+scheduler      which requests have slots and pages: `pages` and the prefix cache
+programs       what each program computes, and when it is compiled
+runtime        what launches a batch, `dispatch`; `collect` reads it; `device`: the state, launches, packed arrays
 sequence       a request: its output, its pages, its result; `text`: tokens to text, stop strings
 grammar        structured output; `grammar_steps`: steps with masks from the host
 intake         requests from prompts and `sampling_params`; `generation`: completions and streams
