@@ -79,9 +79,12 @@ def verify_tree(
         The `Verdict`. If no row samples or edits its logits, one branch draws the argmax instead.
     """
     straight = has_kernels() and mesh.devices() == 1 if straight is None else straight
-    # `find_verdict` needs this ancestor mask, too; outside of the branch it is computed once.
-    draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
-    walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
+    ancestors = ancestor_mask(tree)  # `find_verdict` needs it, too: computed once, outside of the branch
+
+    def walk() -> Array:
+        arguments = (tree, logits, inputs, prefix_length, emitted, depth, allowed)
+        return _draw_at_all_nodes(ancestors, *arguments) if straight else _draw_on_walk(*arguments)
+
     if allowed is not None and straight:
         return find_verdict(tree, walk(), depth)
     # `min_tokens` masks stop ids at deeper nodes only if it masks them at the root.
