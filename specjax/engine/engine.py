@@ -37,20 +37,28 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_custom
 from specjax.engine.batch import Batch, Counters, Flights, collect_all_but, dispatch
 from specjax.engine.buckets import Key
-from specjax.engine.config import EngineConfig, check_config, context_length, layout, snapshot_rows
+from specjax.engine.config import EngineConfig, check_config, snapshot_rows
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
-from specjax.engine.memory import check_models, keep_freed_memory, place_params, pool_tokens, room_beside
+from specjax.engine.memory import Devices, MemoryPlan, held_by, keep_freed_memory, plan_memory
 from specjax.engine.programs import Programs
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler, next_prefill, next_steps
 from specjax.engine.sequence import Completion, Sequence
-from specjax.load import load, use_compilation_cache
+from specjax.load import declared_models, load, use_compilation_cache
 from specjax.models.target import Target
-from specjax.parallel.sharding import described, empty_state, make_mesh, on_first, several
+from specjax.parallel.sharding import (
+    check_experts,
+    described,
+    empty_state,
+    make_mesh,
+    on_first,
+    place_params,
+    several,
+)
 from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, is_lossless, verify_tree
 
@@ -98,21 +106,22 @@ class Engine:
         check_custom(drafter, target, params)
         self.lock = FairLock()
         self.mesh = self.make_mesh(config)
+        self._models: Params | None = None  # declarations of both models' parameters
         if self.mesh is not None:
-            check_models(target, draft_model, self.mesh.size, config.expert_parallel)
-            params = place_params(self.mesh, params, target, draft_model)
+            check_experts(target.config, config.expert_parallel)
+            self._models = declared_models(target, draft_model)
+            params = place_params(self.mesh, params, self._models)
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
-        self.verify, self._draft_model = verify, draft_model
+        self.verify = verify
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
-        self.context_length = context_length(target, config)
-        self.snapshots = snapshot_rows(target, config)
         self.platform = jax.default_backend()
         if self.platform == "cpu":
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
-        sizes = config, self.context_length, self.fitting_tokens(), self.platform, drafter
-        self.pool, self.buckets = layout(*sizes, ragged=target.ragged)
+        self.plan = self.make_plan(config.max_total_tokens).checked()
+        self.pool, self.buckets = self.plan.pool, self.plan.buckets
+        self.context_length, self.snapshots = self.plan.context_length, self.plan.snapshots
         check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
@@ -125,7 +134,7 @@ class Engine:
             shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
             target, drafter, self.buckets, params, shapes, new_pages=-(-lookahead // size), verify=verify,
-            trace=config.trace, room=room_beside(shapes, self.mesh), mesh=self.mesh,
+            trace=config.trace, room=self.plan.room, mesh=self.mesh,
         )  # fmt: skip
         self.device = self.new_device()
         self.flights = Flights(lambda: len(self.programs.compiled()))
@@ -224,7 +233,7 @@ class Engine:
             if self.scheduler.unfinished:
                 raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
             if self.mesh is not None:
-                params = place_params(self.mesh, params, self.target, self._draft_model)
+                params = place_params(self.mesh, params, self._models)
             self.device.replace_params(params)
             self._params = params
             self.flush_cache()
@@ -387,11 +396,21 @@ class Engine:
         """The devices of the engine; None: JAX's first device alone."""
         return make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel)
 
-    def fitting_tokens(self) -> int:
-        """Number of tokens in the KV pool."""
-        return pool_tokens(
-            self.target, self.config, self.context_length, self.platform, self.drafter, self._params, self.mesh
-        )
+    def make_plan(self, tokens: int | None) -> MemoryPlan:
+        """Plans the memory for a pool of `tokens` tokens; None: as many as fit."""
+        config, devices = replace(self.config, max_total_tokens=tokens), Devices.of(self.platform, self.mesh)
+        rows, snapshots = config.max_running_requests, snapshot_rows(self.target, config) or 0
+        make = partial(init_state, self._params, self.target, self.drafter)
+        split = None
+        if self.mesh is not None:  # which axes are split depends on neither rows nor pages
+            split = empty_state(self.mesh, partial(make, rows=1, pool=PoolShape(1, config.page_size)))
+
+        def state(pool: PoolShape) -> DecodeState:
+            shapes = jax.eval_shape(partial(make, rows=rows, pool=pool, snapshots=snapshots))
+            return shapes if split is None else described(shapes, split)
+
+        held = held_by(self._params, state, config.page_size)
+        return plan_memory(config, self.target, self.drafter, devices, held)
 
     def new_device(self) -> Device:
         """Makes the `Device`, which begins to allocate the state."""

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Output, Program, Resident
 from specjax.engine.engine import Engine
+from specjax.engine.memory import MemoryPlan
 from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.fleet.hosts import Follower, Group, Leader, Message
 from specjax.parallel.sharding import make_mesh
@@ -63,10 +65,11 @@ class SharedEngine(Engine):
     def params(self, params: Params) -> None:
         raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
 
-    def fitting_tokens(self) -> int:
-        """Number of tokens in the smallest KV pool. Ends all processes if the engine of one differs."""
-        facts = engine_facts(self.target, self.drafter, self._params, self.config, self.context_length)
-        return self.group.agree(facts, super().fitting_tokens())
+    def make_plan(self, tokens: int | None) -> MemoryPlan:
+        """Plans for the smallest KV pool. Ends all processes if the engine of one differs."""
+        plan = super().make_plan(tokens).checked()
+        facts = engine_facts(self.target, self.drafter, self._params, self.config, plan.context_length)
+        return super().make_plan(self.group.agree(facts, prod(plan.pool)))
 
     def new_device(self) -> Device:
         if not isinstance(leader := self.group, Leader):
