@@ -60,7 +60,7 @@ def described_mesh(name: str, count: int, groups: int = 1) -> Mesh:
 
 
 def placed(mesh: Mesh, tree: Any, config: ModelConfig) -> Any:
-    """Shapes on the mesh, as an engine places their arrays (`specjax.engine.memory`)."""
+    """Shapes on the mesh, as an engine places their arrays (`specjax.parallel.sharding`)."""
     if isinstance(tree, Params):
         draft = None if tree.draft is None else _weights(mesh, tree.draft, head_table(eagle3_head(config)))
         return Params(_weights(mesh, tree.target, table(config)), draft)

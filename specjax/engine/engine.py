@@ -123,7 +123,8 @@ class Engine:
         gpu.warn_of_problem()
         check_custom(drafter, target, params)
         self.lock = FairLock()
-        self.mesh, self._models = self.make_mesh(config), None
+        self.mesh = self.make_mesh(config)
+        self._models: Params | None = None  # declarations of both models' parameters
         if self.mesh is not None:
             check_experts(target.config, config.expert_parallel)
             self._models = declared_models(target, draft_model)
@@ -454,17 +455,18 @@ class Engine:
     def make_plan(self, tokens: int | None) -> MemoryPlan:
         """Plans the memory for a pool of `tokens` tokens; None: as many as fit."""
         config, devices = replace(self.config, max_total_tokens=tokens), Devices.of(self.platform, self.mesh)
-        held = held_by(self._params, self._described_state, config.page_size)
-        return plan_memory(config, self.target, self.speculation, devices, held)
-
-    def _described_state(self, pool: PoolShape) -> DecodeState:
-        """Shapes of the state, with their shardings on several devices."""
-        rows, snapshots = self.config.max_running_requests, snapshot_rows(self.target, self.config) or 0
+        rows, snapshots = config.max_running_requests, snapshot_rows(self.target, config) or 0
         make = partial(init_state, self._params, self.target, self.drafter)
-        shapes = jax.eval_shape(partial(make, rows=rows, pool=pool, snapshots=snapshots))
-        if self.mesh is None:
-            return shapes
-        return described(shapes, empty_state(self.mesh, partial(make, rows=1, pool=PoolShape(1, pool.page_size))))
+        split = None
+        if self.mesh is not None:  # which axes are split depends on neither rows nor pages
+            split = empty_state(self.mesh, partial(make, rows=1, pool=PoolShape(1, config.page_size)))
+
+        def state(pool: PoolShape) -> DecodeState:
+            shapes = jax.eval_shape(partial(make, rows=rows, pool=pool, snapshots=snapshots))
+            return shapes if split is None else described(shapes, split)
+
+        held = held_by(self._params, state, config.page_size)
+        return plan_memory(config, self.target, self.speculation, devices, held)
 
     def new_device(self) -> Device:
         """Makes the `Device`, which begins to allocate the state."""
