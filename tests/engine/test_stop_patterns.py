@@ -40,9 +40,9 @@ def test_slow_patterns_are_linear():
     """A search that backtracks would take years."""
     text = byte_ids(b"a" * 2000)
     for pattern in ("(a+)+b", "(a|a)*b", "(a*)*b", "(.|a){30}b", ".*a.{60}b", "a{200}b"):
-        stream, begun = stream_of([pattern]), time.monotonic()
+        stream, begun = stream_of([pattern]), time.thread_time()
         assert stream.extend(text) == 0
-        assert time.monotonic() - begun < 60
+        assert time.thread_time() - begun < 60, "other processes do not count"
 
 
 @pytest.mark.parametrize(
