@@ -161,6 +161,10 @@ class _Speculation:
     )  # fmt: skip
 
 
+FURTHER_NAMES = {"speculative_draft_model_path": ("--speculative-draft-model",)}
+"""Aliases of the flags of drafters' options."""
+
+
 def with_draft_options(table: Mapping[str, type[DraftOptions]]) -> type[_Speculation]:
     """Settings of speculation, with the options of every algorithm of a table.
 
@@ -168,15 +172,17 @@ def with_draft_options(table: Mapping[str, type[DraftOptions]]) -> type[_Specula
     same name are one setting, with the default of the first algorithm. Each algorithm checks its own ranges.
     """
     members: list[tuple[str, Any, Any]] = []
-    for option in dict.fromkeys(name for options in table.values() for name in options.names()):
+    ordered = sorted(table.values(), key=lambda options: options.needs is None)  # heads and models first
+    for option in dict.fromkeys(name for options in ordered for name in options.names()):
         owners = {name: options for name, options in table.items() if option in options.names()}
         (first, owner), helps = next(iter(owners.items())), dict[str, list[str]]()
         for name, options in owners.items():
             helps.setdefault(setting_of(options, option).help, []).append(name)
         declared, hint = setting_of(owner, option), get_type_hints(owner)[option]
         about = "; ".join(f"{', '.join(names)}: {help}" for help, names in helps.items())
-        declared = replace(declared, help=about, range=ANY, choices=choices_of(hint), sets=option)
         name = declared.flag or f"speculative_{first.lower()}_{option}"
+        more = {"names": FURTHER_NAMES.get(name, ()), "choices": choices_of(hint), "sets": option}
+        declared = replace(declared, help=about, range=ANY, **more)
         members.append((name, _read_as(hint), field(default=getattr(owner, option), metadata={"setting": declared})))
     namespace = {"__doc__": _Speculation.__doc__, "__module__": __name__}
     return make_dataclass("SpeculativeSettings", members, bases=(_Speculation,), namespace=namespace, frozen=True)

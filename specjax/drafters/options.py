@@ -160,7 +160,6 @@ class ModelOptions(DraftOptions):
         "folder or hub id of the draft head or model; default: the head that comes with specjax for the model, else "
         "the model's own MTP layers (EAGLE, MTP)",
         flag="speculative_draft_model_path",
-        names=("--speculative-draft-model",),
         metavar="MODEL",
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", flag="speculative_draft_model_revision")

@@ -182,12 +182,10 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "NONE": (lambda model, models: ("NONE", None), ("table", *FAMILIES)),
     "random trees": (lambda model, models: (random_trees(JSON), None), ("table",)),
     "absurd trees": (absurd(None), ("table", *FAMILIES)),
-    "absurd chains": (absurd(1), ("table",)),
     "NGRAM": (lambda model, models: (NGRAM, None), ("table", *FAMILIES)),
     "EAGLE chain": (with_head("EAGLE", CHAIN), ("pairs", *FAMILIES)),
     "EAGLE tree": (with_head("EAGLE", TREE), ("pairs", *FAMILIES)),
     "EAGLE3 tree": (with_head("EAGLE3", TREE), ("pairs", *FAMILIES)),
-    "EAGLE token map": (mapped, ("pairs",)),
     "MTP head": (with_head("MTP", TREE), ("pairs",)),
     "MTP layers": (with_layers, tuple(MTP_STYLES)),
     "DFLASH chain": (with_block("dflash-sliding", TreeShape(4, 1, 5)), tuple(FAMILIES)),
@@ -196,6 +194,8 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "DFLASH2 tree": (with_block("dflash2", TreeShape(4, 2, 12)), tuple(FAMILIES)),
     "STANDALONE itself": (with_model(None), tuple(family for family in FAMILIES if family not in RECURRENT)),
     "STANDALONE gemma3": (with_model("gemma3"), tuple(FAMILIES)),
+    "absurd chains": (absurd(1), ("table",)),
+    "EAGLE token map": (mapped, ("pairs",)),
 }
 """How each drafter is made, and the families that it drafts for."""
 
