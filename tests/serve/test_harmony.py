@@ -13,7 +13,7 @@ from harmony_helpers import ENDS, SCRIPTS, harmony_engine, harmony_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from server_helpers import SECONDS, Running, check_error, running
-from tool_helpers import TOOLS, ask, calls_of, joined, read
+from tool_helpers import TOOLS, ask, calls_of, joined, read, read_in_pieces
 
 from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine import Completion, SamplingParams
@@ -44,9 +44,17 @@ def thought(text: str) -> str:
     return f"{header('analysis')}{text}{END}{START}"
 
 
+def options(**more: Any) -> ReplyOptions:
+    return ReplyOptions(Harmony, NAMES, hidden=FORM.special, **{"reasoning": True} | more)
+
+
 def parsed(text: str, *, opened: bool = True, **more: Any) -> dict[str, Any]:
-    options = ReplyOptions(Harmony, NAMES, hidden=FORM.special, **{"reasoning": True} | more)
-    return read(options, text, thinking=opened)
+    return read(options(**more), text, thinking=opened)
+
+
+def pieced(*pieces: str) -> dict[str, Any]:
+    """As `parsed`, in these pieces only."""
+    return read_in_pieces(options().reply(thinking=True), [*pieces])
 
 
 # The parser. Text, content, thoughts, calls.
@@ -127,13 +135,14 @@ HEADERS: dict[str, tuple[list[str], str | None, str | None]] = {  # headers, con
 def test_words_of_headers_are_no_content(name):
     for start in HEADERS[name][0]:
         text = start + MESSAGE + '{"a":1}'
-        message = parsed(text)
+        message = pieced(text)
         if "function" in name:
             expected = (None, None, (("noop", '{"a":1}'),))
         else:
             expected = ("", '{"a":1}', ()) if "analysis" in name else ('{"a":1}', None, ())
         assert (message["content"], message["reasoning_content"], calls_of(message)) == expected, text
-        after = parsed(header("final") + "Hi." + END + START + text)
+        assert pieced(text[:20], text[20:]) == message
+        after = pieced(header("final") + "Hi." + END + START + text)
         assert after["content"] == (f"Hi.\n{expected[0]}" if expected[0] else "Hi."), "also of a later message"
         assert after["reasoning_content"] == expected[1]
         channels = Thoughts(True, FINAL)
@@ -148,7 +157,7 @@ def test_headers_that_the_text_cuts_off(name):
         text = start + MESSAGE
         known = "noop" if name.endswith("function") else "<|constrain|>"  # words before it may be text
         for size in range(text.index(known) + len(known), len(text)):
-            message = parsed(text[:size])
+            message = pieced(text[:size])
             assert (message["content"], message["reasoning_content"]) == ("", None), text[:size]
             assert "tool_calls" not in message
 
