@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, UInt32
-from specjax_kernels import CAUSAL, mesh, pack_bits
+from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import Active, Block, PerRequest, RowMoves, commit, pool_shape, read_rows, take_path
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
@@ -264,9 +264,7 @@ def prefill_step(
         counted = offset < committed[:, None]
         prompt = block_logprobs(forward.hidden, next_tokens, counted, row.logprob_ids, unembed)
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
-    # With logits split over devices, `after=logits` would send one number to all devices.
-    after = logits if mesh.devices() == 1 else finite
-    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after, rows=rows)
+    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=finite, rows=rows)
     return state, output
 
 
