@@ -105,9 +105,9 @@ class Programs:
         self._working = False  # the background thread is to fulfil futures
         self._wanted: set[Key] = set()  # requests wait for these
         self._seconds: dict[Key, float] = {}  # of each compilation
-        self._lock = threading.Lock()  # for changes of these two
-        self._changes = 0  # number of futures that have ended or were dropped
-        self._ready = -1, Ready()  # after that many changes
+        self._lock = threading.Lock()  # for changes of the futures, of `_working` and of `_wanted`
+        self._version = object()  # another one whenever a future has ended or was dropped
+        self._ready: tuple[object, Ready] = None, Ready()  # of a version
         self._exclusive = jax.default_backend() != "cpu"
         self.compiling = False  # with `launch_lock` held, on a GPU
         # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
@@ -120,10 +120,10 @@ class Programs:
 
     def ready(self) -> Ready:
         """The programs that the plan may use."""
-        if self._ready[0] != (changes := self._changes):
+        if self._ready[0] is not (version := self._version):
             done = {key: future.result() for key, future in self._copy() if _is_over(future)}
             failed = {key for key, got in done.items() if isinstance(got, Failure) and _is_memory(got.error)}
-            self._ready = changes, Ready(frozenset(done.keys() - failed), frozenset(failed))
+            self._ready = version, Ready(frozenset(done.keys() - failed), frozenset(failed))
         return self._ready[1]
 
     def compiled(self) -> set[Key]:
@@ -164,6 +164,7 @@ class Programs:
         The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
         survive the exit, and for no further one.
         """
+        self._executor.submit(self.admit, resumed=True)  # which any load may need
         with self._lock:
             self._submit(keys)
 
@@ -207,7 +208,7 @@ class Programs:
                 for key in keys:
                     if key in self._futures and not self._has(key, failures=False):
                         del self._futures[key]
-                        self._changes += 1
+                        self._version = object()
             missing = [key for key in keys if not self._has(key)]
             missing.sort(key=lambda key: (key.kind != "step", key))  # steps take longest
             # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
@@ -255,11 +256,8 @@ class Programs:
 
     def _future(self, key: Key) -> Future[Program | Failure]:
         future = self._futures[key] = Future()
-        future.add_done_callback(self._count_change)
+        future.add_done_callback(lambda _: setattr(self, "_version", object()))
         return future
-
-    def _count_change(self, _: Future[Any]) -> None:
-        self._changes += 1
 
     def _submit(self, keys: Iterable[Key]) -> None:
         """Makes futures for what has none, and lets the background thread fulfil them; with `_lock` held."""
