@@ -121,10 +121,8 @@ def check(
             return log_softmax(plain(path) + request.temperature * drawn)
 
         if config.walk != "none" or shape.topk == 1:
-            expected = grow_tree(
-                log_probs, int(driven.tokens[row, n]), shape.steps, shape.topk, shape.nodes, prefix_length=n,
-                target_ids=saved.ids,
-            )  # fmt: skip
+            root = int(driven.tokens[row, n])
+            expected = grow_tree(log_probs, root, shape.steps, shape.topk, shape.nodes, target_ids=saved.ids)
             compared += check_tree(tree, row, expected)
             continue
         chosen, gap = best_paths(log_probs, shape.steps, shape.topk, shape.nodes - 1, saved.ids)
