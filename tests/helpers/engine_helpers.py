@@ -133,7 +133,7 @@ def make_engine(
     if retract_every is not None:
         _retract(engine, retract_every)
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
-        engine.warm_up([largest_step(engine)], progress=False)
+        engine.warm_up([engine.buckets.ready_keys()[0], largest_step(engine)], progress=False)
     return engine
 
 
