@@ -142,7 +142,7 @@ class _Speculation:
     speculative_adaptive: bool | None = setting(
         None,
         "draft only if measurements show a gain, with the fastest tree; off = draft in every step, except in very "
-        "large batches; default: on, unless steps, top-k or draft tokens are set, which draft in every step",
+        "large batches; default: on, unless the tree of a head or model is set, which then drafts in every step",
         sets="adaptive",
     )
     speculative_attention_mode: str = _ignored(

@@ -71,8 +71,8 @@ class EngineConfig:
     adaptive: bool | None = setting(
         None,
         "draft only where it is measured to be faster (`specjax.engine.draft_policy`); default: on, unless the "
-        "drafter's width is explicit or the drafter or verifier is the caller's; off with a verifier that changes the "
-        "text",
+        "tree of a head or model is set, or the drafter or verifier is the caller's; off with a verifier that changes "
+        "the text",
     )
     trace: bool = setting(False, "keep each step's tree, in `Completion.trees`")
     isolate_ngrams: bool = setting(

@@ -17,7 +17,7 @@ from engine_helpers import make_engine, toy
 from tiny_checkpoints import save_llama
 from train_helpers import environment
 
-from specjax import gpu, make_drafter, make_steps
+from specjax import gpu, make_speculation, make_steps
 from specjax.cli import build, flags
 from specjax.gpu import (
     GB,
@@ -346,7 +346,7 @@ def test_commands_refuse_and_the_library_warns(start, machine, caplog):
     with pytest.raises(GpuError, match=r"does not use NVIDIA H200 .*docker run --gpus all"):
         build.claim_gpu(flags.Settings())
     with caplog.at_level(logging.WARNING):
-        make_steps(toy().target, make_drafter("NONE"))
+        make_steps(toy().target, make_speculation("NONE").drafter)
         make_engine(toy(), warm=False)
     assert caplog.text.count("docker run --gpus all") == 1
     caplog.clear()

@@ -44,7 +44,7 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
         for sequence in engine.scheduler.active:
             slot = sequence.active_slot
             prefilling = sequence.status is Status.PREFILLING
-            n = slot.prefilled if prefilling else int(engine.state.rows.prefix_length[slot.index])
+            n = slot.length if prefilling else int(engine.state.rows.prefix_length[slot.index])
             if n and rng.random() < 0.3:
                 text = [*sequence.prompt, *sequence.output.tokens]
                 assert n < len(text), "the root is known"

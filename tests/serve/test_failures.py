@@ -35,7 +35,7 @@ LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_step_ends_its_requests(server, monkeypatch, stream, caplog):
     before = server.complete(**LONG).json()["choices"][0]["text"]
-    schedule, left = server.engine._schedule, iter(range(5))
+    schedule, left = server.engine._plan, iter(range(5))
 
     def fail():
         if next(left, None) == 4:
@@ -43,7 +43,7 @@ def test_failed_step_ends_its_requests(server, monkeypatch, stream, caplog):
         return schedule()
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "_schedule", fail)
+        patch.setattr(server.engine, "_plan", fail)
         body = LONG | {"prompt": ["hello", "other"]}
         response = server.post(COMPLETE, body | {"stream": stream})
     if stream:
@@ -58,15 +58,15 @@ def test_failed_step_ends_its_requests(server, monkeypatch, stream, caplog):
 
 
 def test_request_that_ended_in_a_failed_step_is_answered(server, monkeypatch):
-    engine, left = server.engine, iter([True])
-    finish = engine.finish
+    runtime, left = server.engine.runtime, iter([True])
+    finish = runtime.finish
 
     def fail(sequence):
         finish(sequence)
         if next(left, False):
             raise RuntimeError
 
-    monkeypatch.setattr(engine, "finish", fail)
+    monkeypatch.setattr(runtime, "finish", fail)
     assert server.complete(max_tokens=3, temperature=0).json()["choices"][0]["finish_reason"] == "length"
     server.wait_idle()
 
@@ -195,13 +195,17 @@ def test_stuck_command(hang):
 
 
 def test_waiting_for_the_compiler_is_not_stuck(hang, monkeypatch):
+    """The steps go on while a program compiles. On a GPU they wait for its end, which is excused."""
     engine = make_engine(toy(), warm=False, max_running_requests=1)
     compile_ = engine.programs._compile
     monkeypatch.setattr(engine.programs, "_compile", lambda key: hang() or compile_(key))
     engine.programs.admit(resumed=False)
     with running(engine) as server:
         answer = in_background(server.complete, **BODY)
-        wait_until(lambda: engine.programs.is_waiting(server.runner.ident))
+        assert hang.began.wait(SECONDS)
+        beat = server.runner._beat
+        wait_until(lambda: server.runner._beat > beat + 10)
+        monkeypatch.setattr(engine.programs, "compiling", True)
         assert not any(server.runner._watchdog.look(1000.0) for _ in range(1000))
         hang.let_go.set()
         assert answer.result(SECONDS).status_code == 200

@@ -82,13 +82,13 @@ def test_defaults():
     ("argv", "adaptive"),
     [
         ((), True),
-        (("--speculative-num-draft-tokens", 8), False),
-        (("--speculative-num-draft-tokens", 8, "--speculative-adaptive"), True),
+        (("--speculative-num-draft-tokens", 8), True),
+        (("--speculative-num-draft-tokens", 8, "--no-speculative-adaptive"), False),
         (("--no-speculative-adaptive",), False),
     ],
 )
 def test_adaptive_default(argv, adaptive):
-    """An explicit width disables adaptive drafting unless the flag enables it."""
+    """Of n-grams, which often match nothing: also with an explicit width, unless the flag disables it."""
     arguments = build.engine_arguments(ours("--speculative-algorithm", "NGRAM", *argv))
     drafter = make_speculation(arguments["draft"])
     assert arguments["config"].chooses(drafter) is adaptive
