@@ -28,7 +28,7 @@ from records import finish, machine
 from specjax.checkpoint.files import default_cache_dir
 
 READY = "The server is fired up"
-COMPILED = "Compiling in the background:"
+COMPILED = " programs in the background in "
 
 
 def measured(
