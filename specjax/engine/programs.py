@@ -103,6 +103,7 @@ class Programs:
         self._futures: dict[Key, Future[Program | Failure]] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
         self._working = False  # the background thread is to fulfil futures
+        self._warming = False  # `warm_up` runs, which has a bar for all
         self._wanted: set[Key] = set()  # requests wait for these
         self._seconds: dict[Key, float] = {}  # of each compilation
         self._lock = threading.Lock()  # for changes of the futures, of `_working` and of `_wanted`
@@ -217,6 +218,7 @@ class Programs:
                 future.set_running_or_notify_cancel()
             self._wanted |= set(missing)
             self._submit(missing)
+            self._warming = True
         begun = time.monotonic()
         try:
             with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
@@ -233,6 +235,7 @@ class Programs:
                 bar.set_postfix_str("")
         finally:
             with self._lock:
+                self._warming = False
                 for key in [key for key, future in here.items() if not future.done()]:  # after an interrupt
                     self._futures.pop(key).set_exception(CancelledError())
         for key in keys:
@@ -283,9 +286,9 @@ class Programs:
                     logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
                 return
             (future := self._futures[key]).set_running_or_notify_cancel()
-            waits = key in self._wanted
+            waits, shown = key in self._wanted, self.progress and key in self._wanted and not self._warming
         try:
-            with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=self.progress and waits) as bar:
+            with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
                 result = self._try(key)
                 bar.update()
         except BaseException:
