@@ -57,7 +57,7 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, including the root; default: 12; on a CPU 8 after long matches, else fewer",
+        "nodes N of a tree, including the root; default: 12; on a CPU 4",
         minimum=2,
         maximum=64,
         flag="speculative_num_draft_tokens",
