@@ -370,10 +370,10 @@ def _prefills(view: View, ready: Ready, buckets: Buckets) -> list[Batch]:
         return []  # a long prefill in flight would delay a request that comes now
     first, most = view.prompts[0], buckets.most_prefilled(len(view.running), len(view.prompts))
     alone = [prompt for prompt in view.prompts if prompt.scores or prompt.pages > buckets.tables[0]]
-    if first not in alone:
-        return [_prefill([prompt for prompt in view.prompts if prompt not in alone], most, ready, buckets)]
-    batch = _prefill([first], most, ready, buckets)
     others = [prompt for prompt in view.prompts if prompt not in alone]
+    if first not in alone:
+        return [_prefill(others, most, ready, buckets)]
+    batch = _prefill([first], most, ready, buckets)
     return [batch] if batch.runs or not others else [batch, _prefill(others, most, ready, buckets)]
 
 
@@ -434,10 +434,8 @@ def _step(requests: list[Running], ready: Ready, buckets: Buckets, drafting: Dra
     def sizes(nodes: int) -> list[Key]:
         """Programs by page table and rows."""
         pairs = [(batch, buckets.alike(batch, nodes)) for batch in buckets.batches]
-        rows = [(batch, n) for batch, n in pairs if n is not None]
-        if not rows:
-            return []
-        return [Key(kind, batch, table, nodes=n) for table in buckets.tables_for(pages) for batch, n in rows]
+        tables = buckets.tables_for(pages)
+        return [Key(kind, batch, table, nodes=n) for table in tables for batch, n in pairs if n is not None]
 
     def fit(key: Key) -> tuple[bool, bool, int, int]:
         """Requests that fit come first, then the chosen nodes, then the smallest program or the largest part."""

@@ -122,13 +122,13 @@ class Programs:
     def ready(self) -> Ready:
         """The programs that the plan may use."""
         if self._ready[0] is not (version := self._version):
-            done = {key: future.result() for key, future in self._copy() if _is_over(future)}
+            done = self._results()
             failed = {key for key, got in done.items() if isinstance(got, Failure) and _is_memory(got.error)}
             self._ready = version, Ready(frozenset(done.keys() - failed), frozenset(failed))
         return self._ready[1]
 
     def compiled(self) -> set[Key]:
-        return {key for key, future in self._copy() if _is_over(future) and not isinstance(future.result(), Failure)}
+        return {key for key, result in self._results().items() if not isinstance(result, Failure)}
 
     @property
     def pending(self) -> set[Key]:
@@ -137,8 +137,14 @@ class Programs:
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
-        results = [future.result() for _, future in self._copy() if _is_over(future)]
-        return any(isinstance(result, Failure) and result.error is error for result in results)
+        return any(isinstance(result, Failure) and result.error is error for result in self._results().values())
+
+    def _results(self) -> dict[Key, Program | Failure]:
+        return {
+            key: future.result()
+            for key, future in self._copy()
+            if future.done() and not future.cancelled() and future.exception() is None
+        }
 
     def _copy(self) -> list[tuple[Key, Future[Program | Failure]]]:
         with self._lock:
@@ -286,7 +292,8 @@ class Programs:
                     logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
                 return
             (future := self._futures[key]).set_running_or_notify_cancel()
-            waits, shown = key in self._wanted, self.progress and key in self._wanted and not self._warming
+            waits = key in self._wanted
+            shown = self.progress and waits and not self._warming
         try:
             with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
                 result = self._try(key)
@@ -421,10 +428,6 @@ class Programs:
 
 def _is_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
-
-
-def _is_over(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _first_line(error: BaseException) -> str:
