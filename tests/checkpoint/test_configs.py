@@ -15,7 +15,7 @@ from server_helpers import running
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
-from specjax.checkpoint import describe_head, model_config, mtp_config, resolve
+from specjax.checkpoint import model_config, mtp_config, resolve
 from specjax.checkpoint.torch_files import write_torch_list
 from specjax.cli import build, flags
 from specjax.cli import serve as command
@@ -84,7 +84,6 @@ def test_served_file(tmp_path):
 REAL: dict[str, dict[str, Any]] = json.loads((GOLDEN / "published_configs.json").read_text())
 """Published config.json files, by hub id."""
 DEEPSEEK, GPT_OSS = "deepseek-ai/DeepSeek-V3-0324", ("openai/gpt-oss-20b", "openai/gpt-oss-120b")
-EAGLE_3_ORIGINAL = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 PARAMETERS = {
     "meta-llama/Llama-2-7b-chat-hf": 6_738_415_616, "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248, "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
@@ -122,27 +121,6 @@ def test_mtp_layers_in_config_json(described, name, style, experts):
     layers = mtp_config(files, model_config(files.config))
     assert layers is not None and (layers.style, layers.count) == (style, 1)
     assert (layers.layer.experts.count if layers.layer.experts else 0) == experts
-
-
-HEADS = {
-    chosen.speculative.speculative_draft_model_path: chosen
-    for chosen in map(read, FILES)
-    if chosen.speculative.speculative_draft_model_path and chosen.speculative.speculative_algorithm != "STANDALONE"
-} | {EAGLE_3_ORIGINAL: read("llama-3.1-8b-instruct-eagle3")}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_are_described(described, name):
-    """From the published config.json. Tests of the dialects read the tensors of small heads."""
-    target = model_config(REAL[HEADS[name].model.model], dtype="float32")
-    kind = {"EAGLE": "eagle", "EAGLE3": "eagle3"}.get(HEADS[name].speculative.speculative_algorithm, "block")
-    head = describe_head(str(described(name)), target, kind=kind)
-    layers = {
-        "lmsys/sglang-EAGLE-llama2-chat-7B": (), EAGLE_3_ORIGINAL: (1, 15, 28),
-        "RedHatAI/gpt-oss-20b-speculator.eagle3": (1, 11, 20), "nvidia/gpt-oss-120b-Eagle3": (0, 16, 31),
-    }  # fmt: skip
-    assert (head.kind, head.hidden_size) == (kind, target.hidden_size)
-    assert head.aux_layers == layers.get(name, head.aux_layers)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from server_helpers import free_port, wait_until
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = "Debian's packages chromium and chromium-driver are not installed"
@@ -84,38 +83,32 @@ class Browser:
         return [params["request"]["url"] for params in sent]
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, self.script("return document.body.innerText")
-            time.sleep(0.02)
+        try:
+            wait_until(condition, SECONDS)
+        except AssertionError as error:
+            raise AssertionError(self.script("return document.body.innerText")) from error
 
 
 @contextlib.contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A new browser with an empty profile."""
     assert CHROMIUM and DRIVER, MISSING
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with open(profile / "driver.log", "wb") as log:
         process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=log, stderr=log)
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False) as client:
-                _wait_for(client)
+                wait_until(lambda: _is_ready(client), SECONDS)
                 yield from _session(client, profile)
         finally:
             process.terminate()
             process.wait(SECONDS)
 
 
-def _wait_for(client: httpx.Client) -> None:
-    deadline = time.monotonic() + SECONDS
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if client.get("/status").json()["value"]["ready"]:
-                return
-        assert time.monotonic() < deadline, "chromedriver did not start"
-        time.sleep(0.05)
+def _is_ready(client: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return client.get("/status").json()["value"]["ready"]
+    return False
 
 
 def _session(client: httpx.Client, profile: Path) -> Iterator[Browser]:

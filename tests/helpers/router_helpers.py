@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 from generate_helpers import saved_model
+from server_helpers import free_port
 from train_helpers import environment
 
 HERE = Path(__file__).resolve().parents[2]
@@ -34,13 +34,6 @@ def router_python(name: str) -> Path | None:
     folder of environments, default .routers."""
     python = Path(os.environ.get("SPECJAX_ROUTERS", HERE / ".routers")) / name / "bin" / "python"
     return python if python.exists() else None
-
-
-def free_port() -> int:
-    """A free port, for a server that restarts at the same address."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def plain() -> dict[str, str]:
@@ -155,7 +148,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool
                     if "error" in event:
                         seen.error = json.dumps(event["error"])
                         continue
-                    seen.text += event["choices"][0].get("text") or ""  # LiteLLM's last event has none
+                    seen.text += event["choices"][0]["text"]
                     seen.begun = True
     except httpx.TransportError as error:
         seen.error = f"{type(error).__name__}: {error}"

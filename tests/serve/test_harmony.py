@@ -190,7 +190,7 @@ WORDS = (
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=24).map("".join), st.booleans())
 @example(f"<|channel|>final {'x' * (LIMIT - 20)}{MESSAGE}y", True)
 def test_message_does_not_depend_on_pieces(text, opened):

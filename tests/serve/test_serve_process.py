@@ -22,7 +22,7 @@ import httpx
 import pytest
 from generate_helpers import saved_model
 from process_helpers import Forks, Process
-from server_helpers import SECONDS, check_error, in_background, parse_events, request
+from server_helpers import SECONDS, check_error, free_port, in_background, parse_events, request
 from train_helpers import with_kernels
 
 import specjax
@@ -88,10 +88,8 @@ def launch(folder, environment) -> Iterator[Callable[..., Process]]:
 @pytest.fixture(scope="module")
 def config(folder, model) -> Path:
     file = folder / "my.toml"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     file.write_text(
-        f'model = "{model}"\nrandom-seed = 7\n[server]\nport = {port}\n'
+        f'model = "{model}"\nrandom-seed = 7\n[server]\nport = {free_port()}\n'
         f'served-model-name = "from-file"\napi-key = "{KEY}"\n'
     )
     return file

@@ -19,7 +19,7 @@ from tiny_heads import save_head
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
-from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
+from specjax.drafters import Eagle3, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.config import layout
 from specjax.engine.device import Resident
@@ -283,20 +283,6 @@ def test_temporaries_against_xla(tmp_path, kind):
 
 def nbytes(tree: Any) -> int:
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-@pytest.mark.parametrize("options", [Eagle, Eagle3, Mtp])
-def test_head_described_by_config_or_tensors(tiny, tmp_path, options):
-    kind, target = options.kind, outline(str(tiny / "model"), draft=NoDraft()).target.config
-    sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8}
-    published = {"hidden_size": 32, "head_dim": 8}  # without biases that config.json does not mention
-    if kind == "eagle3":
-        published |= {"draft_vocab_size": 11, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
-    save_head(tmp_path, kind, format="safetensors", config=published, **sizes)
-    by_tensors = checkpoint.describe_head(str(tmp_path), target, kind=kind)
-    loaded, _ = checkpoint.load_head(str(tmp_path), target, kind=kind, progress=False)
-    (tmp_path / "model.safetensors").unlink()
-    assert by_tensors == loaded == checkpoint.describe_head(str(tmp_path), target, kind=kind)
 
 
 def test_gguf_described_without_conversion(tmp_path, monkeypatch):

@@ -310,22 +310,6 @@ def test_shipped_files(defaults):
     assert ours("--config", NGRAM, defaults=defaults) == changed
 
 
-@pytest.mark.parametrize("file", [SHIPPED, NGRAM], ids=["eagle3", "ngram"])
-def test_keys_of_shipped_files(file, toml):
-    text = file.read_text(encoding="utf-8")
-    held, table = set(), ""
-    for title, hidden, key in re.findall(r"^\[(\w+)\]$|^(#?)([a-z-]+) = .+$", text, flags=re.M):
-        table = title or table
-        if key:
-            held.add((table, key.replace("-", "_")))
-            default = getattr(getattr(DEFAULTS, table), key.replace("-", "_"))
-            assert bool(hidden) is (default is None or key == "max-running-requests"), key
-    assert held == {(table, field.name) for table in TABLES for field in fields(getattr(DEFAULTS, table))}
-    everything = ours("--config", toml(re.sub("^#(?! )", "", text, flags=re.M)))
-    unset = [name for table in TABLES for name, value in vars(getattr(everything, table)).items() if value is None]
-    assert not unset
-
-
 # Commands, which exit while they parse flags.
 
 STEP = "unrecognized argument --speculative-num-step; did you mean --speculative-num-steps?"

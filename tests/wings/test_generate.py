@@ -5,16 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
-from generate_helpers import QUICK, saved_model
+from generate_helpers import QUICK, saved_model, shared_engines
 from train_helpers import environment
 
 from specjax import SamplingParams
 from specjax.cli import generate
-from specjax.engine import Engine
 
 FIELDS = [
     "id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
@@ -35,28 +33,10 @@ def as_bytes(line) -> bytes:
     return line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
 
 
-load_engine = Engine.from_pretrained
-ENGINES: dict[str, Engine] = {}
-
-
-@pytest.fixture(autouse=True)
-def engines(monkeypatch):
-    """Commands with equal arguments share an engine."""
-
-    def shared(**given) -> Engine:
-        files = sorted((file.name, file.stat().st_mtime_ns) for file in Path(given["model"]).glob("*.json"))
-        key = repr((files, sorted(given.items())))
-        if key not in ENGINES:
-            ENGINES[key] = load_engine(**given)
-        return ENGINES[key]
-
-    monkeypatch.setattr(Engine, "from_pretrained", shared)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _forget_engines():
-    yield
-    ENGINES.clear()
+def _share_engines():
+    with shared_engines():
+        yield
 
 
 @pytest.fixture

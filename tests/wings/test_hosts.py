@@ -147,20 +147,6 @@ def test_algorithms_and_a_killed_leader(start, cases):
 
 
 @pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("dead", [0, 2])
-def test_four_processes_and_a_killed_one(start, dead):
-    four = start(program(4, 1, "agrees", "none"), 4)
-    check_texts(four, ["none"], 4)
-    logs = four.kill(dead)
-    if dead:
-        assert "Node rank 2 of 4 is gone: " in logs.pop(0)
-        assert all("Node rank 2 of 4 is gone: " in log for log in logs.values()), logs
-    else:
-        assert all(map(names_the_leader, logs.values())), logs
-
-
-@pytest.mark.process
 def test_divergence_ends_both(start):
     both = start(program(2, 1, "diverges", "none"))
     assert [process.wait(MOST) for process in both.processes] == [1, 1]
