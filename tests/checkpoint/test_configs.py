@@ -123,7 +123,17 @@ def test_mtp_layers_in_config_json(described, name, style, experts):
     assert (layers.layer.experts.count if layers.layer.experts else 0) == experts
 
 
-@pytest.mark.parametrize("name", FILES)
+QUICK = (
+    "gpt-oss-20b-eagle3", "llama-2-7b-chat-eagle2", "llama-3-8b-instruct-fr-spec", "llama-3.1-8b-instruct-eagle3",
+    "mimo-7b-rl-mtp", "qwen2.5-7b-ngram", "qwen2.5-7b-standalone", "qwen3-8b-dflash", "qwen3-8b-dspark",
+    "qwen3.5-4b-dflash",
+)  # fmt: skip
+"""A file of each algorithm and dialect."""
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK)]
+)
 def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
     """The algorithm, the tree and the weights of a file."""
     monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would replace pytest's

@@ -88,14 +88,14 @@ def test_undamaged_file(folder):
     assert not entries
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(headers())
 @example(json.dumps(HEADER | {"c": HEADER["c"] | {"dtype": "F8_E4M3"}}))
 def test_changed_parts(folder, header):
     check(write(folder, header.encode()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.binary(max_size=60), st.integers(0, 400), st.integers(0, 4))
 @example((2**63).to_bytes(8, "little") + b"{}", 0, 0)
 @example(b"\x02" + bytes(7) + b"{}", 0, 0)

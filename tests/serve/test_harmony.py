@@ -224,10 +224,6 @@ def rendered(messages: list[dict[str, Any]], **variables: Any) -> str:
     return render_chat(chat, harmony_tokenizer(), chat.template).partition(END)[2]
 
 
-def decode(messages: list[dict[str, Any]]) -> str:
-    return harmony_tokenizer().decode(harmony_engine().encode(messages))
-
-
 def call_of(name: str, id: str, **arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -311,31 +307,6 @@ def served():
         yield server
 
 
-def test_conversation_goes_on(served):
-    """Clients send back what they get: the thoughts before the call are in the prompt."""
-    first = served.post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "22"}
-    history = [*ask("a")["messages"], first, result]
-    prompt = task(CHAT, {"messages": history, "tools": TOOLS}, OURS).prompts[0]
-    text = render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore[arg-type,union-attr]
-    assert text.endswith(
-        f"Say a{END}{START}{header('analysis')}A city, so a call.{END}{START} to=functions.get_weather"
-        f"{header('commentary', ' json')}{PARIS}<|call|><|start|>functions.get_weather to=assistant"
-        f"{header('commentary')}22{END}{START}"
-    )
-    usage = served.post(CHAT, {"messages": history, "tools": TOOLS, "temperature": 0}).json()["usage"]
-    assert usage["prompt_tokens"] == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
-
-
-def test_all_instructions_are_counted(served):
-    """The template renders the first instruction only."""
-    messages = [*ask("a")["messages"], {"role": "system", "content": "Later."}]
-    for system, text in (("First.", "First.\n\nLater."), (None, "Later.")):
-        count = served.post(f"{MESSAGES}/count_tokens", {"system": system, "messages": messages}).json()["input_tokens"]
-        prompt = [{"role": "system", "content": text}, messages[0]]
-        assert count == len(harmony_engine().encode(prompt)) and f"{text}\n\n{END}" in decode(prompt)
-
-
 def test_forms_of_answers(served):
     def content(**fields: Any) -> dict[str, Any]:
         return served.post(CHAT, ask("b") | fields).json()["choices"][0]["message"]
@@ -415,7 +386,6 @@ def test_strict_functions_and_structured_content(served):
 
 def test_refusals(served):
     check_error(served.post(CHAT, ask("a", reasoning_effort="max")), 400, "reasoning_effort", "low, medium, high")
-    check_error(served.post(CHAT, ask("a", tools=TOOLS, regex="x")), 400, "regex")
     body = {"text": "x", "require_reasoning": True}
     check_error(served.post(GENERATE, body), 400, "require_reasoning")
     without = replace(OURS, form=answer_form(harmony_tokenizer(), tool_call_parser="none"))
