@@ -409,13 +409,6 @@ def test_thoughts_are_streamed_up_to_a_marker():
     assert reply.feed(END_THINK) == [{"reasoning_content": ' <tool_call>{"name": "noop"}x'}]
 
 
-def test_calls_need_functions():
-    """Without functions nothing is searched for."""
-    reply = ReplyOptions(None, reasoning=True).reply(thinking=True)
-    text = FORMATS["qwen"]("noop", {})
-    assert reply.feed(text, last=True) == [{"reasoning_content": text}]
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_thoughts_do_not_depend_on_pieces(data):
@@ -430,15 +423,6 @@ def test_thoughts_do_not_depend_on_pieces(data):
     message = parsed(name, text, thinking=True)
     if END_THINK not in text and call in text and name not in ("llama3",):
         assert message.get("tool_calls")
-
-
-def test_time_of_many_calls_in_thoughts_is_bounded():
-    text = '<tool_call>{"name": "noop", "arguments": {"a": [' * 2000
-    reply = options("qwen").reply(thinking=True)
-    for at in range(0, len(text), 50):
-        reply.feed(text[at : at + 50])
-    reply.feed("", last=True)
-    assert reply.message()["reasoning_content"] == text
 
 
 @pytest.mark.parametrize("size", [50, 100_000])

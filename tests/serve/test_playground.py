@@ -13,7 +13,6 @@ from server_helpers import Running, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import State
-from specjax.serve.openai_answers import OpenAIAnswer
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)]
 
@@ -175,22 +174,6 @@ def test_errors_keep_the_message(page: Browser, server: Running):
     page.wait(lambda: page.texts(".error") and "503" in page.text(".error"))
     assert page.text(".error").endswith("(try again in 30 s)")
     server.runner._state = State.READY
-
-
-def test_broken_stream(page: Browser, server: Running, monkeypatch):
-    fill(page, temperature=0, most=8)
-    monkeypatch.setattr(OpenAIAnswer, "last_events", lambda self: [])
-    say(page, "hello")
-    answered(page)
-    assert "broke" in page.text(".error") and len(spans(page)) == 8, "the tokens so far stay"
-    monkeypatch.undo()
-    slow_down(server.engine, monkeypatch, 0.05)
-    fill(page, most="")
-    page.click("#again")
-    page.wait(lambda: len(spans(page)) > 1 and server.runner.unfinished)
-    server.post("/abort_request", {"abort_all": True})
-    page.wait(lambda: page.texts(".error") and "aborted" in page.text(".error"))
-    assert len(page.texts("article.assistant")) == 1
 
 
 def test_api_key(window: Browser):
