@@ -91,14 +91,16 @@ def test_progress_line_has_bytes_read_and_held(tmp_path, capsys, monkeypatch, na
         tensors = save_model(folder, "LlamaForCausalLM", dtype="float16" if name == "float16" else "float32", **wide)
         if name == "gguf":
             write_gguf(folder := tmp_path / "it.gguf", tensors, quantize=True, **wide)
-    files = resolve(str(folder), progress=False)
+    files = resolve(str(folder))
     params = load_params(files, model_config(files.config, dtype="float32"))
     read = sum(entry.size for key, entry in files.headers.items() if not key.endswith("input_scale"))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert held < 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), "fewer bytes than in float32"
     read, held = (tqdm.format_sizeof(size, "B", 1000) for size in (read, held))
     pattern = rf"Loading {re.escape(str(folder))}: {read} in [\d.]+ s, bytes read; {held} held\n"
-    assert re.search(pattern, line := capsys.readouterr().err), (pattern, line)
+    printed = capsys.readouterr()
+    assert re.search(pattern, printed.err) and printed.out == "", (pattern, printed)
+    assert ("Converting" in printed.err) == (name == "gguf")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from specjax.engine import EngineConfig
 from specjax.fleet import ray as server
 from specjax.fleet.ray import SpecjaxServer, body_of, build_app, deployment_name, deployment_options, settings_of
 from specjax.fleet.ray_data import Generate
-from specjax.fleet.ray_ingress import ATTEMPTS, Ingress
+from specjax.fleet.ray_ingress import ATTEMPTS, Ingress, call
 
 PROMPT = [10, 11, 12, 10, 11]
 
@@ -235,6 +235,31 @@ def test_control(loop, replica):
         assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
     loop.run(main())
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_failing_application(loop, sent):
+    """Before the first chunk the call fails, later the read. An incomplete response is an error."""
+
+    async def app(scope, receive, send):
+        if sent:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        if sent == 2:
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.sleep(0)
+        if sent != 1:
+            raise KeyError("broken")
+
+    async def main():
+        chunks = call(app, "GET", "/half")
+        await anext(chunks)
+        assert sent == 2
+        await anext(chunks)
+        await anext(chunks)
+
+    error = RuntimeError if sent == 1 else KeyError
+    with pytest.raises(error, match=r"broken|GET /half: the application ended without a whole answer"):
+        loop.run(main())
 
 
 def test_failed_starts(loop, tmp_path, monkeypatch):
