@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def headers(draw) -> str:
         if isinstance(part, dict) and draw(st.integers(0, 4)) == 0:
             part.pop(key, None)
         else:
-            part[key] = draw(st.one_of(ODD, st.sampled_from([HEADER["a"], HEADER["b"], HEADER["c"]])))
+            part[key] = draw(ODD | st.sampled_from("abc").map(lambda entry: copy.deepcopy(HEADER[entry])))
     return json.dumps(header)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -120,7 +121,8 @@ def headers(channel: str, recipient: str = "") -> list[str]:
     if recipient:
         starts += [f" {recipient}{CHANNEL}{channel}", f" {recipient} {CHANNEL}{channel}"]
         starts += [f"{CHANNEL}{channel} {word} {recipient}" for word in TYPES[1:]]
-    return [f"{start.rstrip(' ')}{end}{space}" for start in starts for end in ends for space in ("", " ")]
+    both = enumerate(itertools.product(starts, ends))
+    return [f"{start.rstrip(' ')}{end}{' ' * (number % 2)}" for number, (start, end) in both]
 
 
 CHANNELS = ("final", "commentary", "analysis")
@@ -151,7 +153,7 @@ def test_words_of_headers_are_no_content(name):
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_that_the_text_cuts_off(name):
-    for start in HEADERS[name][::3]:
+    for start in HEADERS[name][::5]:
         if " a b" in start or not (name.endswith("function") or "constrain" in start):
             continue  # without a recipient and a type, words may be the text of a message without `<|message|>`
         text = start + MESSAGE
