@@ -144,7 +144,7 @@ def replica(model, loop):
 
 @pytest.fixture(scope="module", autouse=True)
 def types():
-    with mock.patch.object(server, "_types", lambda: Types):
+    with mock.patch.object(server, "_types", return_value=Types):
         yield
 
 
