@@ -132,7 +132,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
         assert document["speeds"][str(batch)] == pytest.approx(batch * 4.8e12 / (forward + batch * context * token))
 
 
-@pytest.mark.parametrize(("device", "kind"), [("T4", "int8"), ("T4", "int4"), ("L4", "int8")])
+@pytest.mark.parametrize(("device", "kind"), [("T4", "int8"), ("L4", "int4")])
 def test_8b_models_in_few_bits_fit_small_gpus(configs, dry_run, device, kind):
     """The pool holds a context of 8,192 tokens beside the temporaries of programs."""
     output = dry_run("--model", configs / "8b", "--assume-device", device, "--quantization", kind)
