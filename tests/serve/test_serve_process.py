@@ -29,84 +29,14 @@ import specjax
 from specjax.cli import serve
 from specjax.serve.errors import SHUT_DOWN
 
-FORKS = """
-import json, os, sys, threading
-import transformers, uvicorn
-from specjax.cli.serve import main
-assert threading.active_count() == 1  # JAX starts no threads before it has a backend
-for line in sys.stdin:
-    name, value = json.loads(line)
-    if name == "poll":
-        pid, status = os.waitpid(value, os.WNOHANG)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
-        continue
-    if (pid := os.fork()) == 0:
-        for number, file in enumerate((os.devnull, value["out"], value["err"])):
-            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-        os.chdir(value["cwd"])
-        os.environ["HOME"] = value["home"]
-        sys.exit(main(value["flags"]))
-    print(pid, flush=True)
-"""
-
-
-class Forks:
-    """A process that has imported the command, and forks for each start: imports take most of a start."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def ask(self, name: str, value: Any) -> Any:
-        assert self._popen.stdin and self._popen.stdout
-        print(json.dumps([name, value]), file=self._popen.stdin, flush=True)
-        return json.loads(self._popen.stdout.readline())
-
-    def close(self) -> None:
-        self._popen.communicate(timeout=SECONDS)
-
-
-class Forked:
-    """The used part of `subprocess.Popen` for a process of `Forks`."""
-
-    def __init__(self, forks: Forks, **options: Any) -> None:
-        self._forks, self._status = forks, None
-        self.pid: int = forks.ask("start", options)
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            self._status = self._forks.ask("poll", self.pid)
-        return self._status
-
-    def wait(self, timeout: float = SECONDS) -> int:
-        deadline = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a forked process", timeout)
-            time.sleep(0.01)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 class Process:
     """The command, with its output in files: a pipe would have to be read all the time."""
 
-    def __init__(self, folder: Path, flags: list[str], environment: dict[str, str], forks: Forks | None) -> None:
+    def __init__(self, folder: Path, flags: list[str], environment: dict[str, str]) -> None:
         self._err, self._out, self.cwd, self.home = (folder / name for name in ("err", "out", "cwd", "home"))
         for path in (folder, self.cwd, self.home):
             path.mkdir()
-        self.popen: subprocess.Popen | Forked
-        if forks is not None:
-            files = {"out": self._out, "err": self._err, "cwd": self.cwd, "home": self.home}
-            self._out.touch(), self._err.touch()
-            self.popen = Forked(forks, flags=flags, **{name: str(file) for name, file in files.items()})
-            return
         with self._err.open("wb") as err, self._out.open("wb") as out:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "specjax.serve", *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
@@ -193,20 +123,16 @@ def environment(folder) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def launch(folder, environment) -> Iterator[Callable[..., Process]]:
-    """launch(flags) -> the process, killed at the end of the module. `forked`: without the time for imports."""
+    """launch(flags) -> the process, killed at the end of the module."""
     processes: list[Process] = []
-    forks: list[Forks] = []
 
-    def start(*flags: Any, forked: bool = False) -> Process:
-        if forked and not forks:
-            forks.append(Forks(environment))
-        arguments = [*QUICK, *map(str, flags)]
-        processes.append(Process(folder / f"run{len(processes)}", arguments, environment, forks[0] if forked else None))
+    def start(*flags: Any) -> Process:
+        processes.append(Process(folder / f"run{len(processes)}", [*QUICK, *map(str, flags)], environment))
         return processes[-1]
 
     yield start
-    for process in (*processes, *forks):
-        process.kill() if isinstance(process, Process) else process.close()
+    for process in processes:
+        process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +179,7 @@ def second(shared, launch, config, folder, model) -> Process:
     (folder / "short.jinja").write_text("{{ messages[0].content }}")
     shared.process.wait_for(ALL_COMPILED)
     flags = ["--chat-template", folder / "short.jinja", "--tokenizer-path", folder / "letters"]
-    return launch("--config", config, *flags, forked=True)
+    return launch("--config", config, *flags)
 
 
 # While it runs.
@@ -419,7 +345,7 @@ def unread(process: Process) -> Iterator[None]:
 def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
     long_name = "x" * 5000  # in each event, so that unread events fill the buffer
     flags = ["--shutdown-timeout", 1, "--served-model-name", long_name]
-    server = launch("--model", model, "--port", 0, *flags, forked=True)
+    server = launch("--model", model, "--port", 0, *flags)
     server.wait_ready().wait_for(ALL_COMPILED)
     with unread(server), streaming(server) as stream:
         server.wait_for("#running-req: 2")
@@ -437,7 +363,7 @@ def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
 
 
 def test_second_signal_stops_at_once(launch, model):
-    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS, forked=True).wait_ready()
+    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
     with streaming(server) as stream:
         server.send(signal.SIGINT)
         server.wait_for("SIGINT: shutting down")
@@ -453,7 +379,7 @@ def test_second_signal_stops_at_once(launch, model):
 def test_signal_while_it_loads_or_compiles(launch, model, number):
     # A context length of its own: the cache has no programs for it.
     context = CONTEXT - 64 * number
-    server = launch("--model", model, "--port", 0, "--context-length", context, forked=True)
+    server = launch("--model", model, "--port", 0, "--context-length", context)
     server.wait_for("Speculation:" if number == signal.SIGTERM else "Listening on ")
     server.wait_for("Started server process")
     server.send(number)
@@ -482,7 +408,7 @@ def damaged(model: Path) -> Path:
     ids=["no model", "damaged", "no template", "context", "host"],
 )
 def test_failed_start_names_the_reason(launch, model, flags, message):
-    failed = launch("--port", 0, *flags(model), forked=True)
+    failed = launch("--port", 0, *flags(model))
     assert failed.status() == 2
     last = failed.log.splitlines()[-1]
     assert last.startswith("specjax serve: ") and message in last
