@@ -109,7 +109,7 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
 
 def test_temperatures_are_drawn_by_line(files):
     def run(*flags: Any, count: int = 60) -> list[tuple]:
-        files("--overwrite", "--max-new-tokens", 2, *flags, lines=[{"prompt": str(i)} for i in range(count)])
+        files("--overwrite", *flags, lines=[{"prompt": str(i)} for i in range(count)])
         return [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
 
     rows = run("--temperatures", "0.0 1.5 1.5 1.5")

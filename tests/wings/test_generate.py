@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
@@ -40,7 +41,7 @@ def _share_engines():
 
 
 @pytest.fixture
-def run(model, tmp_path, capsys, monkeypatch):
+def run(model, tmp_path, capsys):
     """run(lines, *flags) -> status, output lines, summary, stderr. Strings and bytes are written unchanged."""
 
     def call(lines, *flags, stdin=False):
@@ -49,8 +50,7 @@ def run(model, tmp_path, capsys, monkeypatch):
         source.write_bytes(data)
         arguments = ["--model", model, "--input", "-" if stdin else str(source), "--output", str(target)]
         capsys.readouterr()
-        with source.open(encoding="utf-8") as file:
-            monkeypatch.setattr(sys, "stdin", file)
+        with source.open(encoding="utf-8") as file, mock.patch.object(sys, "stdin", file):
             status = generate.main([*arguments, *QUICK, *map(str, flags)])
         printed = capsys.readouterr()
         rows = [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]

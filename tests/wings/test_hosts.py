@@ -363,10 +363,11 @@ def test_agreement(joined):
     for numbers in ((7, 5), (5, 7)):
         number = in_background(follower.agree, {"model": "a"}, numbers[1])
         assert leader.agree({"model": "a"}, numbers[0]) == number.result(SECONDS) == 5
-    in_background(follower.agree, {"model": "a", "weights": "x"}, 1)
+    number = in_background(follower.agree, {"model": "a", "weights": "x"}, 1)
     with pytest.raises(SystemExit):
         leader.agree({"model": "a", "weights": "y"}, 1)
     leader.send("agree", number=1)
+    assert number.result(SECONDS) == 1
     assert ends == ["Node rank 1 differs from the leader: weights x there, y on the leader"]
 
 
