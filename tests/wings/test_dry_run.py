@@ -327,8 +327,8 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     name, *given = rest.split()
-    output = dry_run("--model", configs / name, *given, text=True)
-    assert output.status == 1 and output.document["problems"] and "does not fit" in output.text
+    output = dry_run("--model", configs / name, *given, text=name == "70b")
+    assert output.status == 1 and output.document["problems"]
     changes = output.document["changes"]
     assert set(expected.split()) <= {change.split()[0] for change in changes}, changes
     for change in changes:
