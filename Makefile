@@ -102,20 +102,15 @@ $(SCHEMATHESIS)/.installed: Makefile
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
 	@touch $@
 
-# Two workers, one of which is killed, behind sglang-router and behind LiteLLM's proxy (environment of 755 MB). In CI
-# `make test-processes` tests sglang-router with fewer requests, if `make .routers/sglang-router/.installed` succeeded.
-routers: setup $(ROUTERS)/sglang-router/.installed $(ROUTERS)/litellm/.installed
+# Two workers, one of which is killed, behind sglang-router. In CI `make test-processes` tests it with fewer requests, if
+# `make .routers/sglang-router/.installed` succeeded.
+routers: setup $(ROUTERS)/sglang-router/.installed
 	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 \
 		tests/wings/test_routers.py
 
 $(ROUTERS)/sglang-router/.installed: Makefile
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet sglang-router==0.3.2 setproctitle aiohttp orjson fastapi uvicorn
-	@touch $@
-
-$(ROUTERS)/litellm/.installed: Makefile
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet 'litellm[proxy]==1.108.7'
 	@touch $@
 
 # Lints deploy/ for Docker, Compose and Kubernetes, and builds overlays if kubectl is installed.

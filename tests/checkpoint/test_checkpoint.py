@@ -532,13 +532,6 @@ print(files.folder)
     assert store.is_complete(Path(folders.pop()))
 
 
-def test_progress_on_stderr(tmp_path, capsys):
-    files = resolve(str(tiny_gguf(tmp_path)))
-    load_params(files, model_config(files.config))
-    captured = capsys.readouterr()
-    assert "Converting" in captured.err and "Loading" in captured.err and captured.out == ""
-
-
 # The built-in model's wheel, replaced by a tiny one (tests/models/test_builtin_model.py reads the real one).
 
 

@@ -54,17 +54,31 @@ def load(folder: Path, quantization: str = "none"):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_dequantised_weights(tmp_path, name):
-    values = save_quantised(tmp_path / "quantised", name, head=name != "fp8 tensor")
-    for folder in ("plain", "original"):
-        save_model(tmp_path / folder, "LlamaForCausalLM", **SIZES)
+def test_formats(tmp_path, name):
+    """Dequantised, and kept in few bits."""
+    head = name != "fp8 tensor"
+    values = save_quantised(tmp_path / "quantised", name, head=head)
+    save_model(tmp_path / "plain", "LlamaForCausalLM", **SIZES)
+    original = np.asarray(load(tmp_path / "plain")["layers_0"]["down"])
     save_file(values, tmp_path / "plain" / "model.safetensors")
-    params, expected = load(tmp_path / "quantised"), load(tmp_path / "plain")
-    assert jax.tree.structure(params) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), params, expected)
-    original = load(tmp_path / "original")["layers_0"]["down"]
-    change = np.abs(np.asarray(expected["layers_0"]["down"]) - np.asarray(original)).max()
+    plain, expected = load(tmp_path / "quantised"), load(tmp_path / "plain")
+    assert jax.tree.structure(plain) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), plain, expected)
+    change = np.abs(np.asarray(expected["layers_0"]["down"]) - original).max()
     assert change > 1e-4, "the quantisation changed nothing"
+
+    params, sizes = load(tmp_path / "quantised", "auto"), {}
+    for layer, leaf in (("layers_0", "qkv"), ("layers_1", "output"), ("layers_1", "gate_up"), ("layers_0", "down")):
+        weight, dequantised = params[layer][leaf], np.asarray(plain[layer][leaf])
+        assert isinstance(weight, Quantised)
+        sizes[leaf] = weight.nbytes / dequantised.size
+        kept = np.asarray(dequantise(weight))
+        inputs = 1 if dequantised.shape[0] == kept.shape[-1] else 3
+        flat = dequantised.reshape(kept.shape[-1], *dequantised.shape[inputs:])
+        np.testing.assert_allclose(np.moveaxis(kept, -1, 0), flat, rtol=1e-6, atol=1e-7)
+    assert isinstance(params["head"], Quantised) == head
+    four_bits = "4" in name or name in ("awq", "gptq act order", "gptq v2")
+    assert max(sizes.values()) < (0.8 if four_bits else 1.4), sizes
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4", "float16", "gguf"])
@@ -77,14 +91,16 @@ def test_progress_line_has_bytes_read_and_held(tmp_path, capsys, monkeypatch, na
         tensors = save_model(folder, "LlamaForCausalLM", dtype="float16" if name == "float16" else "float32", **wide)
         if name == "gguf":
             write_gguf(folder := tmp_path / "it.gguf", tensors, quantize=True, **wide)
-    files = resolve(str(folder), progress=False)
+    files = resolve(str(folder))
     params = load_params(files, model_config(files.config, dtype="float32"))
     read = sum(entry.size for key, entry in files.headers.items() if not key.endswith("input_scale"))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert held < 4 * sum(leaf.size for leaf in jax.tree.leaves(params)), "fewer bytes than in float32"
     read, held = (tqdm.format_sizeof(size, "B", 1000) for size in (read, held))
     pattern = rf"Loading {re.escape(str(folder))}: {read} in [\d.]+ s, bytes read; {held} held\n"
-    assert re.search(pattern, line := capsys.readouterr().err), (pattern, line)
+    printed = capsys.readouterr()
+    assert re.search(pattern, printed.err) and printed.out == "", (pattern, printed)
+    assert ("Converting" in printed.err) == (name == "gguf")
 
 
 @pytest.mark.parametrize(
@@ -113,24 +129,6 @@ def test_missing_scale(tmp_path):
     save_quantised(tmp_path, "fp8 blocks", without="model.layers.0.mlp.down_proj.weight_scale_inv")
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.down_proj\.weight_scale"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_stay_quantised(tmp_path, name):
-    save_quantised(tmp_path, name, head=True)
-    params, plain = load(tmp_path, "auto"), load(tmp_path)
-    sizes = {}
-    for layer, leaf in (("layers_0", "qkv"), ("layers_1", "output"), ("layers_1", "gate_up"), ("layers_0", "down")):
-        weight, expected = params[layer][leaf], np.asarray(plain[layer][leaf])
-        assert isinstance(weight, Quantised)
-        sizes[leaf] = weight.nbytes / expected.size
-        values = np.asarray(dequantise(weight))
-        inputs = 1 if expected.shape[0] == values.shape[-1] else 3
-        flat = expected.reshape(values.shape[-1], *expected.shape[inputs:])
-        np.testing.assert_allclose(np.moveaxis(values, -1, 0), flat, rtol=1e-6, atol=1e-7)
-    assert isinstance(params["head"], Quantised)
-    four_bits = "4" in name or name in ("awq", "gptq act order", "gptq v2")
-    assert max(sizes.values()) < (0.8 if four_bits else 1.4), sizes
 
 
 def blocks(kind: str, rows: int, count: int, seed: int = 0) -> np.ndarray:

@@ -39,7 +39,7 @@ ODD = st.one_of(
 @st.composite
 def headers(draw) -> str:
     """The header with one to three entries, or keys of entries, replaced or removed."""
-    header = copy.deepcopy(HEADER)
+    header = json.loads(json.dumps(HEADER))
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from([*HEADER, "d", "\ud800"]))
         part, key = header, name
@@ -50,8 +50,7 @@ def headers(draw) -> str:
         if isinstance(part, dict) and draw(st.integers(0, 4)) == 0:
             part.pop(key, None)
         else:
-            # A copy: a later round may change what this one has put in.
-            part[key] = copy.deepcopy(draw(st.one_of(ODD, st.sampled_from([HEADER["a"], HEADER["b"], HEADER["c"]]))))
+            part[key] = draw(ODD | st.sampled_from("abc").map(lambda entry: copy.deepcopy(HEADER[entry])))
     return json.dumps(header)
 
 
@@ -90,14 +89,14 @@ def test_undamaged_file(folder):
     assert not entries
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(headers())
 @example(json.dumps(HEADER | {"c": HEADER["c"] | {"dtype": "F8_E4M3"}}))
 def test_changed_parts(folder, header):
     check(write(folder, header.encode()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.binary(max_size=60), st.integers(0, 400), st.integers(0, 4))
 @example((2**63).to_bytes(8, "little") + b"{}", 0, 0)
 @example(b"\x02" + bytes(7) + b"{}", 0, 0)

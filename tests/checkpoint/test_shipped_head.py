@@ -22,7 +22,7 @@ from specjax import checkpoint, load
 from specjax.checkpoint import shipped
 from specjax.checkpoint.hub import resolve
 from specjax.config import ModelConfig, RopeConfig
-from specjax.drafters import Auto, Eagle, Eagle3, NoDraft, TreeShape, options_of
+from specjax.drafters import Auto, Eagle, Eagle3, TreeShape, options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
@@ -253,38 +253,22 @@ def test_shipped_files(head):
 
 
 @pytest.mark.real_model
-def test_shipped_eagle3_head(trim):
-    """A head with untrained weights, or with features in another order, has 1 % of its drafts accepted."""
-    texts = ("How do I boil an egg?", "Write a short letter to my landlord about a broken window.", "Why do cats purr?")
+@pytest.mark.parametrize(
+    ("draft", "least"),
+    [("AUTO", 1.4), (Eagle(), 1.2), (Eagle(token_map="8192"), 1.2)],
+    ids=["EAGLE3", "EAGLE", "EAGLE with a token map"],
+)
+def test_drafts_of_shipped_heads(trim, draft, least):
+    """Tokens a step. A head with untrained weights, or with features in another order, has 1 % of its drafts accepted;
+    the EAGLE head has 0.36 of its first drafts accepted on unseen prompts."""
+    config = EngineConfig(max_running_requests=1, adaptive=False)
+    engine = Engine.from_pretrained(draft=draft, progress=False, config=config)
+    name = "smollm2-135m-instruct-eagle3, " if draft == "AUTO" else "smollm2-135m-instruct-eagle2, "
+    assert engine.speculation.source.startswith(name)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
-    completions = {}
-    for draft in ("EAGLE3", "NONE"):
-        name = "AUTO" if draft == "EAGLE3" else draft
-        engine = Engine.from_pretrained(draft=name, config=EngineConfig(adaptive=False), progress=False)
-        assert engine.drafter.name == draft
-        # One at a time, because on a CPU the automatic tree is for one request.
-        completions[draft] = [engine.generate([{"role": "user", "content": text}], sampling) for text in texts]
-        del engine
-        trim()  # before the next model is loaded
-    emitted = sum(len(completion.output_ids) - 1 for completion in completions["EAGLE3"])
-    assert emitted / sum(completion.spec_verify_ct for completion in completions["EAGLE3"]) > 1.4
-    drafted, plain = ([completion.output_ids for completion in done] for done in completions.values())
-    assert drafted == plain
-
-
-@pytest.mark.real_model
-def test_shipped_eagle_head_and_token_map(trim):
-    """The trained head has 0.36 of its first drafts accepted on unseen prompts."""
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
-    texts = {}
-    for draft in (NoDraft(), Eagle(), Eagle(token_map="8192")):
-        config = EngineConfig(max_running_requests=1, adaptive=False)
-        engine = Engine.from_pretrained(draft=draft, progress=False, config=config)
-        done = engine.generate([{"role": "user", "content": "Why do cats purr?"}], sampling)
-        texts[str(draft)] = done.output_ids
-        if draft.needs:
-            assert engine.speculation.source.startswith("smollm2-135m-instruct-eagle2, ")
-            assert (len(done.output_ids) - 1) / done.spec_verify_ct > 1.2
-        del engine
-        trim()
-    assert len({tuple(ids) for ids in texts.values()}) == 1
+    texts = ("How do I boil an egg?", "Why do cats purr?")
+    done = [engine.generate([{"role": "user", "content": text}], sampling) for text in texts]
+    del engine
+    trim()  # before the next model is loaded
+    tokens = sum(len(completion.output_ids) - 1 for completion in done)
+    assert tokens / sum(completion.spec_verify_ct for completion in done) > least

@@ -17,6 +17,7 @@ CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
+EVERY_LEAST = LEAST | {RESPONSES: {"input": "hello"}, MESSAGES: {"messages": HELLO, "max_tokens": 9}}
 KINDS: dict[str, type] = {
     CHAT: ChatRequest, COMPLETE: CompletionRequest, GENERATE: GenerateRequest, RESPONSES: ResponsesRequest,
     MESSAGES: MessagesRequest,

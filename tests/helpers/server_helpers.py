@@ -144,6 +144,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = SECONDS) -> None:
         time.sleep(0.005)
 
 
+def free_port() -> int:
+    """A free port, for a server that others know before it listens, or that restarts at its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def running(
     engine: Engine,

@@ -186,21 +186,6 @@ def call(name: str, given: str) -> str:
     return CALLS[name].replace("NAME", "add").replace("JSON", given)
 
 
-def arguments(parts: list[tuple[str, Any]]) -> Any:
-    """The arguments of the only call in an answer."""
-    (value,) = (text for kind, text in parts if kind in NAMES)
-    return strict(value) if isinstance(value, str) else value
-
-
-@pytest.mark.parametrize("format", TAGGED)
-def test_values_between_tags_that_are_not_strict_json_become_text(format):
-    parser, written = TAGGED[format]
-    for value in VALUES:
-        assert arguments(both(CHAT, parser, written("s", value))) == {"s": value}
-        text = f'{{"c": [{value}, NaN]}}'
-        assert arguments(both(CHAT, parser, written("a", text))) == {"a": text}
-
-
 @pytest.mark.parametrize("route", WITH_CALLS)
 def test_deeply_nested_arguments(route):
     """Anthropic's input is an object, so arguments of hundreds of levels become a text within it."""

@@ -141,13 +141,6 @@ CASES: list[Case] = [
     Case("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nPar", None, (("add", '{"s": "Par'),)),
     # cut off after an argument
     Case("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n<par", None, (("add", '{"a": 1'),)),
-    # garbage between arguments
-    Case("qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>",
-         "<function=add><parameter=a>1</parameter> and </function>"),
-    # the last end is missing
-    Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter><parameter=s>2</function></tool_call>"
-         " so\n<tool_call><function=get_weather><parameter=city>\nRom\n</parameter></function></tool_call>!",
-         "so\n!", (("add", '{"a": 1, "s": "2"}'), ("get_weather", '{"city": "Rom"}'))),
     # all ends are missing
     Case("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\n1\n<parameter=a>\n2\n</tool_call>\nDone",
          "Done", (("add", '{"s": "1", "a": 2}'),)),
@@ -158,14 +151,6 @@ CASES: list[Case] = [
     # tags in a text, without a schema
     Case("qwen3_coder", "<function=noop><parameter=s>\nx = '<parameter=b>'\n</parameter><parameter=t>\n1\n"
          "\t<parameter=u>2</function>", None, (("noop", '{"s": "x = \'<parameter=b>\'", "t": "1", "u": "2"}'),)),
-    # a call in a text
-    Case("qwen3_coder", "<function=add><parameter=s>\n</tool_call> <function=nope>\n<parameter=city>\n</parameter>"
-         "</function>", None, (("add", '{"s": "</tool_call> <function=nope>\\n<parameter=city>"}'),)),
-    # a wrong first tag
-    Case("qwen3_coder", "<function=add><parameter=>1</parameter></function>",
-         "<function=add><parameter=>1</parameter></function>"),
-    # the end of the function is missing
-    Case("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", ONE),
     # GLM.
     Case("glm45", "Hm.<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>s</arg_key>\n"
          "<arg_value>1\n</arg_value>\n</tool_call>\n<tool_call>noop\n</tool_call>", "Hm.",
@@ -356,10 +341,6 @@ def test_values_between_tags_of_unusual_schemas():
         parser = PARSERS["qwen3_coder"](NAMES, schemas={"noop": schema})  # type: ignore[call-arg]
         parts = parser.feed("<function=noop><parameter=a>1\n<parameter=b>2</parameter></function>", last=True)
         assert "".join(part.text for part in parts if isinstance(part, Arguments)) == '{"a": "1", "b": "2"}'
-    # References with 2^60 paths.
-    defs = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)} | {"60": INTEGER}
-    root = {"$defs": defs, "properties": {"p": {"$ref": "#/$defs/0"}}}
-    assert typed_value("5", "p", root) == "5"
 
 
 def test_references_are_followed_once():

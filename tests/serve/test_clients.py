@@ -120,23 +120,14 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Claude Code, thinking enabled": (MESSAGES, CLAUDE | {"thinking": ENABLED, "context_management": KEEP_ALL}),
     "Claude Code, adaptive": (MESSAGES, CLAUDE | {
         "thinking": {"type": "adaptive"}, "context_management": KEEP_ALL, "output_config": {"effort": "high"}}),
-    "Claude Code, hidden thoughts": (MESSAGES, CLAUDE | {
-        "thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "medium"}}),
     "Claude Code, title": (MESSAGES, {
         "model": "toy", "max_tokens": 20, "messages": [{"role": "user", "content": "Say b"}], "temperature": 1,
         "system": [{"type": "text", "text": "Name this."}], "thinking": {"type": "disabled"}, "tools": [],
         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "metadata": {"user_id": "u"}}),
-    "Claude Code, quota check": (MESSAGES, {
-        "model": "toy", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}],
-        "metadata": {"user_id": "u"}}),
     "Claude Code, late system message": (MESSAGES, CLAUDE | {
         "messages": [*CLAUDE_HISTORY, {"role": "system", "content": "The plan mode ended."}], "thinking": ENABLED}),
     "Claude Code, streamed arguments": (MESSAGES, CLAUDE | {
         "tools": [tool | {"eager_input_streaming": True, "type": "custom"} for tool in CLAUDE_TOOLS]}),
-    "Cline, Anthropic": (MESSAGES, {
-        "model": "toy", "max_tokens": 30, "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "system": [{"text": "You are Cline.", "type": "text", "cache_control": {"type": "ephemeral"}}],
-        "messages": CLAUDE_HISTORY, "tools": CLAUDE_TOOLS, "tool_choice": {"type": "auto"}}),
     "LangChain, ChatAnthropic": (MESSAGES, {
         "model": "toy", "max_tokens": 30, "thinking": {"type": "enabled", "budget_tokens": 2000},
         "messages": [
@@ -156,7 +147,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
              "keep": {"type": "tool_uses", "value": 0}},
             {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 150_000},
              "pause_after_compaction": False, "instructions": None}]}}),
-    "Codex": (RESPONSES, CODEX),
     "Codex, reasoning": (RESPONSES, CODEX | {
         "tools": [*FLAT, CUSTOM, NAMESPACE], "reasoning": {"effort": "medium", "summary": "auto"},
         "include": ["reasoning.encrypted_content"],
@@ -171,8 +161,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "temperature": 0.5, "max_output_tokens": 30, "tools": [tool | {"strict": None} for tool in FLAT],
         "store": False, "truncation": "disabled", "top_p": 1.0, "user": "u", "metadata": {}}),
     "Open WebUI": (CHAT, OPEN_WEBUI),
-    "Open WebUI, title": (CHAT, {
-        "model": "toy", "messages": [{"role": "user", "content": "Say b"}], "max_completion_tokens": 30}),
     "Cline, OpenAI": (CHAT, {
         "model": "toy", "temperature": 0, "stream_options": {"include_usage": True}, "tools": TOOLS,
         "tool_choice": "auto", "parallel_tool_calls": False, "max_tokens": 30,
@@ -182,8 +170,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LangChain, tools": (CHAT, LANGCHAIN | {
         "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False, "stream_options": {"include_usage": True},
         "seed": 1, "user": "u", "logprobs": None, "stop": None, "reasoning_effort": "medium"}),
-    "LangChain, structured": (CHAT, LANGCHAIN | {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "out", "schema": SCHEMA, "strict": True}}}),
     "LiteLLM, history": (CHAT, {
         "model": "toy", "max_tokens": 30,
         "messages": [{"role": "user", "content": "Weather?"}, LITELLM_MESSAGE, {"role": "user", "content": "Say b"}]}),

@@ -11,25 +11,25 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from body_helpers import CHAT, KINDS, MESSAGES, RESPONSES, RULES, read_request
+from body_helpers import CHAT, EVERY_LEAST, KINDS, MESSAGES, RESPONSES, RULES, read_request
 from engine_helpers import END, shared_engine
 from harmony_helpers import harmony_engine
 from server_helpers import running
+from test_tools import ANSWERS as CHATS
 from tool_helpers import ANTHROPIC, FLAT, TOOLS, WEATHER, ask, blocks_of, items_of, tool_engine
 
 from specjax.checkpoint.prompts import END_THINK
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.serve.calls import Hermes
-from specjax.serve.dialects.anthropic import CountTokensRequest, MessagesRequest
+from specjax.serve.dialects.anthropic import MessagesRequest
 from specjax.serve.errors import ApiError
 from specjax.serve.message_format import AnswerForm
 from specjax.serve.openai_requests import ChatRequest
 
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the hell"}
 SYSTEM = {"role": "system", "content": "be"}
-PARIS = '{"city": "Paris"}'
-LEAST: dict[str, dict[str, Any]] = {RESPONSES: {"input": "hello"}, MESSAGES: {"messages": [USER], "max_tokens": 9}}
+LEAST = {path: EVERY_LEAST[path] for path in (RESPONSES, MESSAGES)}
 
 
 @pytest.fixture(scope="module")
@@ -218,17 +218,6 @@ def test_refusals_name_the_field(path, change, param):
             read_request(KINDS[path], json.dumps(LEAST[path] | {"tools": change["tools"]}).encode(), RULES)
 
 
-@pytest.mark.parametrize("path", LEAST)
-def test_neutral_values_of_unsupported_fields_pass(path):
-    kind = KINDS[path]
-    others = {name: values for name, values in kind.unsupported.items() if name not in kind.model_fields}
-    harmless = {name: value for name, values in others.items() for value in values}
-    _, expected, _ = read_request(kind, json.dumps(LEAST[path]).encode(), RULES)
-    _, task, reading = read_request(kind, json.dumps(harmless | LEAST[path]).encode(), RULES)
-    assert task == expected and not reading.headers
-    assert set(CountTokensRequest.model_fields) < set(MessagesRequest.model_fields)
-
-
 def test_errors_in_the_form_of_anthropic(server, messages):
     for call in (
         lambda: messages.create(model="toy", max_tokens=0, messages=[USER]),
@@ -268,23 +257,14 @@ def test_error_in_a_stream_is_an_event(server, monkeypatch, path):
 # Functions, thoughts and structured output. By script: kinds of parts, and their text.
 
 ANSWERS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("qwen", "a"): [("text", "Let me look."), ("get_weather", PARIS)],
-    ("qwen", "b"): [("text", "It is 22 degrees in Paris.")],
-    ("qwen", "c"): [("noop", "{}"), ("get_weather", '{"city": "Rome"}')],
-    ("qwen", "g"): [("thoughts", "A city, so a call."), ("noop", "{}")],
-    ("qwen", "i"): [("thoughts", "Nothing to do."), ("text", "Fine.")],
-    ("qwen", "k"): [("thoughts", "A city:"), ("get_weather", '{"city": "Kyoto"}')],
-    ("qwen", "l"): [
-        ("thoughts", 'Maybe <tool_call>{"name": "noop", "arguments": {}}</tool_call>?'), ("text", "No."),
-    ],
-    ("gpt-oss", "a"): [("thoughts", "A city, so a call."), ("get_weather", PARIS)],
-    ("gpt-oss", "b"): [("thoughts", "Easy."), ("text", "It is 22 degrees.")],
-    ("gpt-oss", "c"): [("text", "Let me look."), ("noop", "{}")],
-    ("gpt-oss", "d"): [("text", "No thoughts.")],
-    ("gpt-oss", "e"): [("text", "??\nCut short")],
-    ("gpt-oss", "g"): [("noop", "{}")],
-    ("gpt-oss", "h"): [("text", 'to=functions.unknown json\n{"x": 1}')],
-}  # fmt: skip
+    ("gpt-oss" if parser == "gpt-oss" else "qwen", name[-1]): [
+        *([("thoughts", reasoning)] if reasoning else []),
+        *([("text", content)] if content else []),
+        *((called, arguments) for called, arguments in calls),
+    ]
+    for name, (parser, content, calls, reasoning) in CHATS.items()
+    if parser in ("auto", "qwen25", "gpt-oss")
+}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
@@ -401,7 +381,7 @@ def test_conversation_with_a_function(clients):
     assert usage.prompt_tokens - later.usage.input_tokens - later.usage.cache_read_input_tokens in range(-99, 99)
 
 
-@pytest.mark.parametrize(("family", "script"), [("qwen", "b"), ("qwen", "i"), ("gpt-oss", "b")])
+@pytest.mark.parametrize(("family", "script"), [("qwen", "b"), ("qwen", "i"), ("gpt-oss", "b"), ("gpt-oss", "d")])
 def test_structured_output(families, family, script):
     clients = families[family]
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}

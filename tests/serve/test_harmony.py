@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from body_helpers import CHAT, GENERATE, LEAST, MESSAGES, RESPONSES, RULES, refusal, task
+from body_helpers import CHAT, EVERY_LEAST, GENERATE, MESSAGES, RESPONSES, RULES, refusal, task
 from harmony_helpers import ENDS, SCRIPTS, harmony_engine, harmony_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -120,20 +121,21 @@ def headers(channel: str, recipient: str = "") -> list[str]:
     if recipient:
         starts += [f" {recipient}{CHANNEL}{channel}", f" {recipient} {CHANNEL}{channel}"]
         starts += [f"{CHANNEL}{channel} {word} {recipient}" for word in TYPES[1:]]
-    return [f"{start.rstrip(' ')}{end}{space}" for start in starts for end in ends for space in ("", " ")]
+    both = enumerate(itertools.product(starts, ends))
+    return [f"{start.rstrip(' ')}{end}{' ' * (number % 2)}" for number, (start, end) in both]
 
 
-HEADERS: dict[str, tuple[list[str], str | None, str | None]] = {  # headers, content, thoughts of the message {"a":1}
-    **{f"{channel} {other}".strip(): (headers(channel, other), None, None)
-       for channel in ("final", "commentary", "analysis") for other in OTHER},
-    **{f"{channel} with a function": (headers(channel, f"to={prefix}noop"), None, None)
-       for channel in ("commentary", "analysis", "final") for prefix in ("functions.", "")},
+CHANNELS = ("final", "commentary", "analysis")
+HEADERS: dict[str, list[str]] = {
+    **{f"{channel} {other}".strip(): headers(channel, other) for channel in CHANNELS for other in OTHER},
+    **{f"{channel} with a function": headers(channel, "to=functions.noop") + headers(channel, "to=noop")
+       for channel in CHANNELS},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_words_of_headers_are_no_content(name):
-    for start in HEADERS[name][0]:
+    for start in HEADERS[name]:
         text = start + MESSAGE + '{"a":1}'
         message = pieced(text)
         if "function" in name:
@@ -151,7 +153,7 @@ def test_words_of_headers_are_no_content(name):
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_that_the_text_cuts_off(name):
-    for start in HEADERS[name][0][::3]:
+    for start in HEADERS[name][::5]:
         if " a b" in start or not (name.endswith("function") or "constrain" in start):
             continue  # without a recipient and a type, words may be the text of a message without `<|message|>`
         text = start + MESSAGE
@@ -190,7 +192,7 @@ WORDS = (
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=24).map("".join), st.booleans())
 @example(f"<|channel|>final {'x' * (LIMIT - 20)}{MESSAGE}y", True)
 def test_message_does_not_depend_on_pieces(text, opened):
@@ -216,56 +218,12 @@ def test_text_comes_at_once():
     assert not parser.feed("x" * (LIMIT - 1)) and parser.feed("x") == [Message(), Text("x" * LIMIT)]
 
 
-def test_messages_of_the_openai_harmony_package():
-    """OpenAI's package parses the same texts. It needs the vocabulary o200k_base, from the net or from the folder
-    TIKTOKEN_ENCODINGS_BASE."""
-    harmony = pytest.importorskip("openai_harmony", reason="pip install openai-harmony")
-    try:
-        encoding = harmony.load_harmony_encoding("HarmonyGptOss")
-    except harmony.HarmonyError as error:
-        pytest.skip(f"no vocabulary (set TIKTOKEN_ENCODINGS_BASE): {error}")
-    assert {*encoding.stop_tokens_for_assistant_actions()} == {200002, 200012}
-    starts = [f"{CHANNEL}{name}" for name in ("analysis", "commentary", "final")]
-    starts += [f"{CHANNEL}commentary to=functions.noop{end}" for end in ("", " <|constrain|>json", "<|constrain|>json")]
-    starts += [f" to=functions.get_weather{CHANNEL}commentary{end}" for end in ("", " json")]
-    texts = ["x", "Hm.\n\n", '{"a": "\\n😀"}', " y ", "{}"]
-
-    @settings(max_examples=200)
-    @given(st.lists(st.tuples(st.sampled_from(starts), st.sampled_from(texts)), min_size=1, max_size=4))
-    def check(messages: list[tuple[str, str]]) -> None:
-        # A text for a function is a JSON object.
-        messages = [(start, text if "to=" not in start or text[0] == "{" else "{}") for start, text in messages]
-        text = f"{END}{START}".join(f"{start}{MESSAGE}{text}" for start, text in messages) + "<|return|>"
-        theirs = encoding.parse_messages_from_completion_tokens(
-            encoding.encode(text, allowed_special="all"), harmony.Role.ASSISTANT
-        )
-        ours: list[list[str]] = []
-        for part in Harmony(NAMES).feed(text, last=True):
-            match part:
-                case Message():
-                    ours.append(["", ""])
-                case Call():
-                    ours[-1][0] = f"functions.{part.name}"
-                case Thought() | Text() | Arguments():
-                    ours[-1][1] += part.text
-                    ours[-1][0] = ours[-1][0] or ("analysis" if isinstance(part, Thought) else "text")
-        kinds = [m.recipient or ("analysis" if m.channel == "analysis" else "text") for m in theirs]
-        expected = [[kind, m.content[0].text] for kind, m in zip(kinds, theirs, strict=True)]
-        assert ours[: len(expected)] == expected and ours[len(expected) :] in ([], [["", ""]])
-
-    check()
-
-
 # Prompts
 
 
 def rendered(messages: list[dict[str, Any]], **variables: Any) -> str:
     chat = Chat(FORM.for_template(messages), variables)
     return render_chat(chat, harmony_tokenizer(), chat.template).partition(END)[2]
-
-
-def decode(messages: list[dict[str, Any]]) -> str:
-    return harmony_tokenizer().decode(harmony_engine().encode(messages))
 
 
 def call_of(name: str, id: str, **arguments: Any) -> dict[str, Any]:
@@ -320,7 +278,6 @@ def test_several_calls_of_a_message():
     assert all(len(turn["tool_calls"]) == 1 for turn in turns if turn["role"] == "assistant")
 
 
-LEASTS = LEAST | {RESPONSES: {"input": "hi"}, MESSAGES: {"messages": ask("a")["messages"], "max_tokens": 9}}
 EFFORTS: dict[str, Any] = {
     CHAT: lambda effort: {"reasoning_effort": effort},
     RESPONSES: lambda effort: {"reasoning": {"effort": effort, "summary": "auto"}},
@@ -332,15 +289,15 @@ EFFORTS: dict[str, Any] = {
 def test_reasoning_effort(path):
     field = next(iter(EFFORTS[path]("low")))
     for effort in ("low", "medium", "high"):
-        prompt = task(path, LEASTS[path] | EFFORTS[path](effort), OURS).prompts[0]
+        prompt = task(path, EVERY_LEAST[path] | EFFORTS[path](effort), OURS).prompts[0]
         assert f"Reasoning: {effort}\n" in render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore
     for effort in ("none", "max", "much", 5):
-        error = refusal(path, LEASTS[path] | EFFORTS[path](effort), rules=OURS)
+        error = refusal(path, EVERY_LEAST[path] | EFFORTS[path](effort), rules=OURS)
         assert error is not None and error.status == 400 and (error.param or "").startswith(field)
     # Models without an effort.
     allowed = {"none", "medium", "high"} if path == MESSAGES else {"none", "medium"}
     for effort in ("none", "low", "medium", "high"):
-        assert (refusal(path, LEASTS[path] | EFFORTS[path](effort), rules=RULES) is None) == (effort in allowed)
+        assert (refusal(path, EVERY_LEAST[path] | EFFORTS[path](effort), rules=RULES) is None) == (effort in allowed)
 
 
 # Answers.
@@ -350,31 +307,6 @@ def test_reasoning_effort(path):
 def served():
     with running(harmony_engine()) as server:
         yield server
-
-
-def test_conversation_goes_on(served):
-    """Clients send back what they get: the thoughts before the call are in the prompt."""
-    first = served.post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "22"}
-    history = [*ask("a")["messages"], first, result]
-    prompt = task(CHAT, {"messages": history, "tools": TOOLS}, OURS).prompts[0]
-    text = render_chat(prompt, harmony_tokenizer(), prompt.template)  # type: ignore[arg-type,union-attr]
-    assert text.endswith(
-        f"Say a{END}{START}{header('analysis')}A city, so a call.{END}{START} to=functions.get_weather"
-        f"{header('commentary', ' json')}{PARIS}<|call|><|start|>functions.get_weather to=assistant"
-        f"{header('commentary')}22{END}{START}"
-    )
-    usage = served.post(CHAT, {"messages": history, "tools": TOOLS, "temperature": 0}).json()["usage"]
-    assert usage["prompt_tokens"] == len(harmony_tokenizer()(text, add_special_tokens=False)["input_ids"])
-
-
-def test_all_instructions_are_counted(served):
-    """The template renders the first instruction only."""
-    messages = [*ask("a")["messages"], {"role": "system", "content": "Later."}]
-    for system, text in (("First.", "First.\n\nLater."), (None, "Later.")):
-        count = served.post(f"{MESSAGES}/count_tokens", {"system": system, "messages": messages}).json()["input_tokens"]
-        prompt = [{"role": "system", "content": text}, messages[0]]
-        assert count == len(harmony_engine().encode(prompt)) and f"{text}\n\n{END}" in decode(prompt)
 
 
 def test_forms_of_answers(served):
@@ -389,19 +321,14 @@ def test_forms_of_answers(served):
     thoughts = [part["delta"]["reasoning_content"] for event in events for part in event["choices"]
                 if "reasoning_content" in part["delta"]]  # fmt: skip
     assert thoughts == ["A city, so a call."]
+    for stop in ({"stop": ["Stop"]}, {"stop_regex": "[S]top"}):  # in the final channel only
+        answer = served.post(CHAT, ask("f", **stop)).json()["choices"][0]["message"]
+        assert (answer["content"], answer["reasoning_content"]) == ("Go. ", "Stop there.")
     # A text for a message that the client began.
     messages = [*ask("b")["messages"], {"role": "assistant", "content": "It is"}]
     fields = {"messages": messages, "continue_final_message": True, "max_tokens": 1, "logit_bias": {"0": 100}}
     answer = served.post(CHAT, {"model": "toy", "temperature": 0, **fields}).json()["choices"][0]["message"]
     assert answer["content"] == harmony_tokenizer().decode([0]) and answer["reasoning_content"] is None
-
-
-@pytest.mark.parametrize("stop", [{"stop": ["Stop"]}, {"stop_regex": "[S]top"}])
-def test_stops_match_in_the_final_channel(served, stop):
-    answer = served.post(CHAT, ask("f", **stop)).json()["choices"][0]
-    assert (answer["message"]["content"], answer["message"]["reasoning_content"]) == ("Go. ", "Stop there.")
-    events = served.events(CHAT, ask("f", **stop))
-    assert joined([event["choices"][0]["delta"] for event in events])["content"] == "Go. "
 
 
 @given(st.lists(st.integers(0, 120), max_size=9))
@@ -418,16 +345,6 @@ def test_search_for_the_final_channel(cuts):
 def generate(served: Running, prompt: Any, params: SamplingParams) -> Completion:
     """In the thread of the server's engine."""
     return served.runner.call(lambda engine: engine.generate(prompt, params)).result(SECONDS)
-
-
-def test_structured_output(served):
-    """A schema applies to the final message, after thoughts."""
-    form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    for script in ("b", "d", "c", "e"):
-        body = ask(script, response_format={"type": "json_schema", "json_schema": form}, max_tokens=99)
-        message = served.post(CHAT, body).json()["choices"][0]["message"]
-        assert set(json.loads(message["content"])) == {"ok"}
-        assert message["reasoning_content"] == ("Easy." if script == "b" else message["reasoning_content"])
 
 
 @pytest.mark.parametrize(
@@ -456,21 +373,6 @@ def test_grammars_of_each_kind(served, grammar):
         assert answer and not {*answer} - {*allowed} and not {*inside.text} - {*allowed}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "noop"}}, "none", "auto"])
-def test_tool_choice(served, choice):
-    for script in ("b", "c", "d"):
-        body = ask(script, tools=TOOLS, tool_choice=choice, max_tokens=150)
-        (answer,) = served.post(CHAT, body).json()["choices"]
-        message = answer["message"]
-        if choice in ("none", "auto"):
-            assert bool(message.get("tool_calls")) == (choice == "auto" and script == "c")
-            continue
-        (call,) = message["tool_calls"]
-        assert answer["finish_reason"] == "tool_calls" and isinstance(json.loads(call["function"]["arguments"]), dict)
-        assert call["function"]["name"] in NAMES if choice == "required" else call["function"]["name"] == "noop"
-        assert message["reasoning_content"] == "Easy." if script == "b" else True
-
-
 def test_strict_functions_and_structured_content(served):
     strict = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -486,7 +388,6 @@ def test_strict_functions_and_structured_content(served):
 
 def test_refusals(served):
     check_error(served.post(CHAT, ask("a", reasoning_effort="max")), 400, "reasoning_effort", "low, medium, high")
-    check_error(served.post(CHAT, ask("a", tools=TOOLS, regex="x")), 400, "regex")
     body = {"text": "x", "require_reasoning": True}
     check_error(served.post(GENERATE, body), 400, "require_reasoning")
     without = replace(OURS, form=answer_form(harmony_tokenizer(), tool_call_parser="none"))

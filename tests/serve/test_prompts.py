@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import json
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from body_helpers import CHAT, HELLO, MESSAGES, RESPONSES, RULES, refusal, task
-from chat_templates import VOCABULARY, family_tokenizer, ids
 from engine_helpers import TEMPLATE as CHATML
 from engine_helpers import shared_engine, tokenizer
 from harmony_helpers import TEMPLATE as GPT_OSS
 
-from specjax.checkpoint.prompts import Chat, encode, render_chat
+from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine.intake import Intake
-from specjax.train.data import load_examples
 
 _FIRST = "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
 _ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -209,16 +205,6 @@ def test_prompts_that_continue_a_message():
         prompt("gpt-oss", chat_of("SuS"), **continued)
 
 
-def test_fifty_instructions():
-    late = list(itertools.chain(*(chat_of("uaS") for _ in range(49))))
-    messages = [system("A 0."), *late, USER]
-    for i, message in enumerate(messages):
-        message["content"] += f" ({i})"
-    for name in ("gpt-oss", "qwen 3.5", "deepseek r1"):
-        text = prompt(name, messages)
-        assert all(text.count(message["content"]) == 1 for message in messages)
-
-
 def test_messages_are_not_changed():
     messages = chat_of("SDuaDu")
     prompt("gpt-oss", messages)
@@ -313,16 +299,6 @@ def bodies(letters: str) -> dict[str, dict[str, Any]]:
     }
 
 
-CODEX = {
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: read-only."}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment/>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-    ],
-}
-
-
 @pytest.mark.parametrize("letters", ["Su", "SDu", "SSu", "SuaSu", "SuaDu", "SDuaDuaSu"])
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen 3", "qwen 3.5", "llama 3", "mistral 0.3", "gemma 3", "deepseek r1"])
 def test_interfaces_agree(name, letters):
@@ -331,57 +307,9 @@ def test_interfaces_agree(name, letters):
     assert all(texts[0].count(message["content"]) == 1 for message in chat_of(letters))
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen 3.5"])
-def test_requests_of_codex(name):
-    assert "You are a coding agent.\n\nSandbox: read-only." in text_of(RESPONSES, CODEX, name)
-
-
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")])
 def test_interfaces_name_what_has_no_place(path, field):
     rules = replace(RULES, context_length=4096)
     error = refusal(path, bodies("Su")[path], intake("gemma 2"), rules)
     assert error is not None and error.status == 400 and error.param == field
     assert "no place for messages[0] (system: 'S0.')" in str(error)
-
-
-# Training
-
-
-def row_tokenizer(name: str) -> Any:
-    own = copy.deepcopy(family_tokenizer("chatml"))
-    own.chat_template = TEMPLATES[name]
-    return own
-
-
-def read_row(name: str, letters: str, folder: Any) -> tuple[str, str, int]:
-    """The text of a training row, the part of it with a loss, and the number of turns without one."""
-    file, own = folder / "rows.jsonl", row_tokenizer(name)
-    file.write_text(json.dumps({"messages": chat_of(letters)}) + "\n")
-    loaded = load_examples([str(file)], own, VOCABULARY, max_length=256)
-    assert not loaded.skipped, loaded.skipped
-    (example,) = loaded.examples
-    learnt = own.decode(example.tokens[example.loss].tolist())
-    return own.decode(example.tokens.tolist()), learnt, loaded.turns_without_loss
-
-
-ROWS = [
-    ("gpt-oss", "SDua", "S0.\n\nD1.\n\n<|end|>", ["a3."], 0),
-    ("gpt-oss", "SuaSua", "S0.\n\nS3.\n\n<|end|>", ["a5."], 1),
-    ("qwen 3", "SDuaua", "<system>S0.</s><system>D1.</s>", ["a3.", "a5."], 0),
-    ("qwen 3", "SuaSua", "</s><system>S3.</s>", ["a2.", "a5."], 0),
-    ("qwen 3.5", "SDuaua", "<system>S0.\n\nD1.</s>", ["a3.", "a5."], 0),
-    # The first answer was given before the second instruction, which the template only renders at the start.
-    ("qwen 3.5", "SuaDua", "<system>S0.\n\nD3.</s>", ["a5."], 1),
-]
-
-
-@pytest.mark.parametrize(("name", "letters", "instructions", "learnt", "without_loss"), ROWS)
-def test_training_rows(tmp_path, name, letters, instructions, learnt, without_loss):
-    text, part, without = read_row(name, letters, tmp_path)
-    assert instructions in text and without == without_loss
-    assert [answer for answer in ("a2.", "a3.", "a5.") if answer in part] == learnt
-    messages = [
-        message | {"role": ROLES[message["content"][0]].replace("developer", "system")} for message in chat_of(letters)
-    ]
-    asked = encode(messages[:-1], row_tokenizer(name), VOCABULARY)
-    assert ids(text)[: len(asked)] == asked, "the tokens that the target read"

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +22,66 @@ from typing import Any
 import httpx
 import pytest
 from generate_helpers import saved_model
-from process_helpers import Forks, Process
-from server_helpers import SECONDS, check_error, in_background, parse_events, request
+from server_helpers import SECONDS, check_error, free_port, in_background, parse_events, request
 from train_helpers import with_kernels
 
 import specjax
 from specjax.cli import serve
 from specjax.serve.errors import SHUT_DOWN
+
+
+class Process:
+    """The command, with its output in files: a pipe would have to be read all the time."""
+
+    def __init__(self, folder: Path, flags: list[str], environment: dict[str, str]) -> None:
+        self._err, self._out, self.cwd, self.home = (folder / name for name in ("err", "out", "cwd", "home"))
+        for path in (folder, self.cwd, self.home):
+            path.mkdir()
+        with self._err.open("wb") as err, self._out.open("wb") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "specjax.serve", *flags], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                cwd=self.cwd, env=environment | {"HOME": str(self.home)},
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._err.read_text(encoding="utf-8").replace("\r", "\n")
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(encoding="utf-8")
+
+    def wait_for(self, pattern: str) -> re.Match:
+        deadline = time.monotonic() + SECONDS
+        while (match := re.search(pattern, self.log, re.MULTILINE)) is None:
+            assert self.popen.poll() is None and time.monotonic() < deadline, self.log
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(0.05)
+        return match
+
+    def wait_ready(self) -> Process:
+        self.wait_for("ready to roll")
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"Listening on (http://[\w.:]+);")[1]
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=SECONDS, headers=headers, trust_env=False)
+
+    def send(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def status(self, seconds: float = SECONDS) -> int:
+        return self.popen.wait(seconds)
+
+    def kill(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
+
 
 pytestmark = pytest.mark.process
 
@@ -69,29 +123,23 @@ def environment(folder) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def launch(folder, environment) -> Iterator[Callable[..., Process]]:
-    """launch(flags) -> the process, killed at the end of the module. `forked`: without the time for imports."""
+    """launch(flags) -> the process, killed at the end of the module."""
     processes: list[Process] = []
-    forks: list[Forks] = []
 
-    def start(*flags: Any, forked: bool = False) -> Process:
-        if forked and not forks:
-            forks.append(Forks(environment))
-        arguments = [*QUICK, *map(str, flags)]
-        processes.append(Process(folder / f"run{len(processes)}", arguments, environment, forks[0] if forked else None))
+    def start(*flags: Any) -> Process:
+        processes.append(Process(folder / f"run{len(processes)}", [*QUICK, *map(str, flags)], environment))
         return processes[-1]
 
     yield start
-    for process in (*processes, *forks):
-        process.kill() if isinstance(process, Process) else process.close()
+    for process in processes:
+        process.kill()
 
 
 @pytest.fixture(scope="module")
 def config(folder, model) -> Path:
     file = folder / "my.toml"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     file.write_text(
-        f'model = "{model}"\nrandom-seed = 7\n[server]\nport = {port}\n'
+        f'model = "{model}"\nrandom-seed = 7\n[server]\nport = {free_port()}\n'
         f'served-model-name = "from-file"\napi-key = "{KEY}"\n'
     )
     return file
@@ -131,7 +179,7 @@ def second(shared, launch, config, folder, model) -> Process:
     (folder / "short.jinja").write_text("{{ messages[0].content }}")
     shared.process.wait_for(ALL_COMPILED)
     flags = ["--chat-template", folder / "short.jinja", "--tokenizer-path", folder / "letters"]
-    return launch("--config", config, *flags, forked=True)
+    return launch("--config", config, *flags)
 
 
 # While it runs.
@@ -297,7 +345,7 @@ def unread(process: Process) -> Iterator[None]:
 def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
     long_name = "x" * 5000  # in each event, so that unread events fill the buffer
     flags = ["--shutdown-timeout", 1, "--served-model-name", long_name]
-    server = launch("--model", model, "--port", 0, *flags, forked=True)
+    server = launch("--model", model, "--port", 0, *flags)
     server.wait_ready().wait_for(ALL_COMPILED)
     with unread(server), streaming(server) as stream:
         server.wait_for("#running-req: 2")
@@ -315,7 +363,7 @@ def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
 
 
 def test_second_signal_stops_at_once(launch, model):
-    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS, forked=True).wait_ready()
+    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
     with streaming(server) as stream:
         server.send(signal.SIGINT)
         server.wait_for("SIGINT: shutting down")
@@ -331,7 +379,7 @@ def test_second_signal_stops_at_once(launch, model):
 def test_signal_while_it_loads_or_compiles(launch, model, number):
     # A context length of its own: the cache has no programs for it.
     context = CONTEXT - 64 * number
-    server = launch("--model", model, "--port", 0, "--context-length", context, forked=True)
+    server = launch("--model", model, "--port", 0, "--context-length", context)
     server.wait_for("Speculation:" if number == signal.SIGTERM else "Listening on ")
     server.wait_for("Started server process")
     server.send(number)
@@ -360,7 +408,7 @@ def damaged(model: Path) -> Path:
     ids=["no model", "damaged", "no template", "context", "host"],
 )
 def test_failed_start_names_the_reason(launch, model, flags, message):
-    failed = launch("--port", 0, *flags(model), forked=True)
+    failed = launch("--port", 0, *flags(model))
     assert failed.status() == 2
     last = failed.log.splitlines()[-1]
     assert last.startswith("specjax serve: ") and message in last

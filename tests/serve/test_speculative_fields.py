@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, refusal, task
+from body_helpers import CHAT, GENERATE, HELLO
 from engine_helpers import NGRAM, make_engine, shared_engine, toy
 from server_helpers import Running, running
 
@@ -89,11 +89,10 @@ def test_origins_of_completions_and_draft_limit_of_generate(server: Running):
     assert choice["text"] == "the the the" + "".join(token["text"] for token in tokens)
     assert any(token["drafted"] for token in tokens)
     body = {"text": "the the the the", "sampling_params": {"temperature": 0, "max_new_tokens": 40}}
-    free = server.post(GENERATE, body).json()
+    free = server.post(GENERATE, body).json()["meta_info"]
     body["sampling_params"]["draft_limit"] = 0
-    none = server.post(GENERATE, body).json()
-    assert none["text"] == free["text"]
-    assert none["meta_info"]["spec_accept_length"] == 1 < free["meta_info"]["spec_accept_length"]
+    none = server.post(GENERATE, body).json()["meta_info"]
+    assert none["spec_accept_length"] == 1 < free["spec_accept_length"]
 
 
 def test_origins_of_retracted_requests():
@@ -125,17 +124,6 @@ def test_draft_limits_in_an_answer(server: Running):
     assert bins(None) == bins(3) == bins(NO_DRAFT_LIMIT) and any(bins(None)[2:])
     for limit in range(3):
         assert not any(bins(limit)[limit + 1 :])
-
-
-@pytest.mark.parametrize("limit", [-1, 1.5, True, "2", NO_DRAFT_LIMIT + 1])
-def test_wrong_draft_limits(limit):
-    for path in (CHAT, COMPLETE):
-        error = refusal(path, LEAST[path] | {"draft_limit": limit})
-        assert error is not None and (error.status, error.param) == (400, "draft_limit")
-    error = refusal(GENERATE, LEAST[GENERATE] | {"sampling_params": {"draft_limit": limit}})
-    assert error is not None and error.status == 400 and "sampling_params.draft_limit must be" in str(error)
-    for path in (CHAT, COMPLETE):
-        assert task(path, LEAST[path] | {"draft_limit": 3.0}).sampling[0].draft_limit == 3
 
 
 # The page; test_playground.py opens it in a browser.

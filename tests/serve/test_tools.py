@@ -253,6 +253,8 @@ CHOICES: dict[str, tuple[str, str, Any, set[str], str]] = {
     "deepseek": ("b", "deepseekv3", "required", {"get_weather", "noop"}, ""),
     "deepseek V3.1": ("b", "deepseekv31", {"type": "function", "function": {"name": "noop"}}, {"noop"}, ""),
     "llama": ("b", "llama3", "required", {"get_weather", "noop"}, ""),
+    "gpt-oss": ("d", "gpt-oss", "required", {"get_weather", "noop"}, ""),
+    "gpt-oss, named after thoughts": ("b", "gpt-oss", NAMED, {"get_weather"}, "Easy."),
 }
 
 

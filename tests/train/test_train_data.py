@@ -377,19 +377,6 @@ def test_every_epoch_is_a_permutation(count, batch, seed):
     assert batch_rows(steps - 1, count, batch, seed).tolist() == order[-batch:].tolist()
 
 
-def test_orders_by_definition():
-    """Raw draws of PCG64, seeded with the seed, the purpose and the epoch, are sorted."""
-
-    def order(*seed: int) -> list[int]:
-        return np.argsort(np.random.PCG64(np.random.SeedSequence(seed)).random_raw(4)).tolist()
-
-    assert batch_rows(0, 4, 6, 5).tolist() == order(5, 2, 0) + order(5, 2, 1)[:2]
-    examples = numbered([1] * 4)
-    held_back = [example.tokens[0] - 1 for example in split(examples, 2, 5)[1]]
-    assert held_back == sorted(order(5, 1, 0)[:2])
-    assert (pack(examples, 4, 5).tokens[0] - 1).tolist() == order(5, 0, 0)
-
-
 @pytest.mark.real_model
 def test_answers_of_the_built_in_model(tmp_path):
     """Recorded ids are used unchanged; without them, texts give almost the same ids."""

@@ -58,15 +58,12 @@ def test_features_of_packed_rows(folders, family):
     """Two examples in a row, both longer than a window, equal texts alone, which tests/models compares with
     transformers."""
     config, params = read(folders(family))
-    lengths = (WINDOW + 17, WINDOW + 9)
-    texts = [
-        np.random.default_rng(i).integers(3, VOCABULARY, length).astype(np.int32) for i, length in enumerate(lengths)
-    ]
-    rows = pack([Example(text, np.ones(len(text), bool)) for text in texts], sum(lengths), 0)
+    texts = np.random.default_rng(0).integers(3, VOCABULARY, (2, WINDOW + 9)).astype(np.int32)
+    rows = pack([Example(text, np.ones(len(text), bool)) for text in texts], texts.size, 0)
     teacher = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, jax.tree.map(jnp.asarray, rows))
     target = make_target(config)
-    for text in texts:
-        alone = [hidden_states(target, params, jnp.asarray(text[None]), kind)[0] for kind in ((0, 1), "final")]
+    both = [hidden_states(target, params, jnp.asarray(texts), kind) for kind in ((0, 1), "final")]
+    for text, *alone in zip(texts, *both, strict=True):
         logits = np.asarray(target.unembed(params, alone[1]))
         segment = next(n for n in (1, 2) if (rows.tokens[0][rows.segments[0] == n]).tolist() == text.tolist())
         slots = rows.segments[0] == segment

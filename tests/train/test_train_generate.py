@@ -6,12 +6,13 @@ import gzip
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_helpers import END, decode, tokenizer
-from generate_helpers import saved_model
+from generate_helpers import saved_model, shared_engines
 
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
@@ -29,20 +30,10 @@ def model(tmp_path_factory) -> str:
     return saved_model(tmp_path_factory.mktemp("model"))
 
 
-ENGINES: dict[str, Engine] = {}
-
-
-@pytest.fixture(autouse=True)
-def engines(monkeypatch):
-    """Commands with equal arguments share an engine, since each compiles for seconds."""
-    load = Engine.from_pretrained
-
-    def shared(**arguments: Any) -> Engine:
-        key = repr(sorted((name, value) for name, value in arguments.items() if name != "progress"))
-        ENGINES[key] = ENGINES.pop(key, None) or load(**arguments)  # the last one
-        return ENGINES[key]
-
-    monkeypatch.setattr(generate.Engine, "from_pretrained", shared)
+@pytest.fixture(scope="module", autouse=True)
+def engines() -> Iterator[dict[str, Engine]]:
+    with shared_engines() as shared:
+        yield shared
 
 
 class Files:
@@ -78,7 +69,7 @@ def files(tmp_path, model, capsys) -> Files:
     return Files(tmp_path, model, capsys)
 
 
-def test_output_rows(files):
+def test_output_rows(files, engines):
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = [*PROMPTS, {"messages": [*conversation, {"role": "user", "content": "é"}], "source": "two turns"}]
     lines += [{"prompt": "no source", "id": 7}]
@@ -103,7 +94,7 @@ def test_output_rows(files):
     assert [row["seed"] for row in rows] == list(range(14))
     for row in rows[:3]:
         params = SamplingParams(max_new_tokens=8, temperature=row["temperature"], seed=row["seed"])
-        assert [*ENGINES.values()][-1].generate(row["prompt_ids"], params).output_ids == row["response_ids"]
+        assert [*engines.values()][-1].generate(row["prompt_ids"], params).output_ids == row["response_ids"]
     assert summary["completion_tokens"] == sum(len(row["response_ids"]) for row in rows)
 
 
@@ -118,7 +109,7 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
 
 def test_temperatures_are_drawn_by_line(files):
     def run(*flags: Any, count: int = 60) -> list[tuple]:
-        files("--overwrite", "--max-new-tokens", 2, *flags, lines=[{"prompt": str(i)} for i in range(count)])
+        files("--overwrite", *flags, lines=[{"prompt": str(i)} for i in range(count)])
         return [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
 
     rows = run("--temperatures", "0.0 1.5 1.5 1.5")

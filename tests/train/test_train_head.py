@@ -308,15 +308,6 @@ def test_transformers_reads_the_config(tmp_path, name):
     assert described.get("type") == (None if scaling == "llama3" else scaling)
 
 
-def test_model_card(tmp_path):
-    card = "# A head\n\nA description.\n"
-    text = (export(tmp_path / "head", "eagle3", card=card, license="mit") / "README.md").read_text()
-    assert text.startswith('---\nlicense: "mit"\nbase_model: "some/target"\nlibrary_name: "specjax"\ntags: [')
-    assert '"speculative-decoding"' in text and '"eagle3"' in text
-    assert text.endswith("]\n---\n\n# A head\n\nA description.\n")
-    assert "license" not in (export(tmp_path / "head", "eagle3", card=card) / "README.md").read_text()
-
-
 MISFITS: list[tuple[str, dict[str, Any], str, str]] = [
     # (head, changes of its parameters, dtype, the end of the message)
     ("eagle", {"fc_bias": None}, "bfloat16", "missing or more: fc_bias"),

@@ -104,13 +104,9 @@ def test_a_whole_run(train, tmp_path, kind):
         assert row["simulated"] == pytest.approx(1 + np.cumprod(row["simulated_by_depth"]).sum(), abs=1e-3)
     assert "loss" in err and "tok/s" in err and "accept length" in err and "simulated" in err
     assert "step 6" in (folder / "head" / "README.md").read_text()
-    # A kill between the last checkpoint and its measurement: the resumed run measures.
-    file = folder / "metrics.jsonl"
-    stored = [line for line in file.read_text().splitlines() if '"step": 6, "accept_length"' not in line]
-    file.write_text("\n".join([*stored, '{"loss": 3.0}', "[4]", "5", "", '{"st']))  # incomplete lines are ignored
-    status, again, _ = train(**flags, measure_every=4)
-    assert (status, lines(folder)) == (0, rows)
-    assert again["accept_length"] == summary["accept_length"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"loss": 3.0}\n[4]\n5\n\n{"st')
+    assert lines(folder) == rows, "incomplete lines are ignored"
 
 
 def test_stored_features_train_alike(whole):
@@ -148,69 +144,46 @@ INTERRUPTED = [("disk", "logged:3"), ("disk", "during:2"), ("none", "interrupted
 full disk."""
 
 ENDED = """
-import json, os, pathlib, resource, signal, sys, threading
+import os, resource, signal, sys
 from specjax.train import output
 from specjax.train.__main__ import main
 save, log = output.RunFolder.save, output.RunFolder.log
+moment, _, step = sys.argv[1].partition(":")
 
-def run(moment, step, arguments):
-    def end():
-        os.kill(os.getpid(), signal.SIGINT if moment == "interrupted" else signal.SIGKILL)
-    def patched_save(self, at, state):
-        now = at == step
-        if moment == "during" and now:
-            rename = os.rename
-            def renamed(source, *others, **options):
-                if "checkpoints" in str(source) and "tmp" in str(source):  # orbax's temporary folder is complete
-                    end()
-                return rename(source, *others, **options)
-            os.rename = renamed
-        if moment == "full" and now:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        save(self, at, state)
-    def patched_log(self, row):
-        log(self, row)
-        if moment in ("logged", "interrupted") and row["step"] == step:
-            end()
-    output.RunFolder.save, output.RunFolder.log = patched_save, patched_log
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    return main(arguments)
-
-import orbax.checkpoint, matplotlib.pyplot, transformers
-assert threading.active_count() == 1
-results = []
-# Each run is a fork, since a start takes longer than such a run. JAX has no threads yet.
-for moment, arguments in json.loads(sys.argv[1]):
-    (out, new_out), (err, new_err) = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:
-        os.dup2(new_out, 1)
-        os.dup2(new_err, 2)
-        name, _, step = moment.partition(":")
-        sys.exit(run(name, int(step), arguments))
-    os.close(new_out)
-    os.close(new_err)
-    texts = [open(end, encoding="utf-8").read() for end in (err, out)]  # stdout is a single line
-    results.append([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), *texts])
-print(json.dumps(results))
+def end():
+    os.kill(os.getpid(), signal.SIGINT if moment == "interrupted" else signal.SIGKILL)
+def patched_save(self, at, state):
+    now = at == int(step)
+    if moment == "during" and now:
+        rename = os.rename
+        def renamed(source, *others, **options):
+            if "checkpoints" in str(source) and "tmp" in str(source):  # orbax's temporary folder is complete
+                end()
+            return rename(source, *others, **options)
+        os.rename = renamed
+    if moment == "full" and now:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    save(self, at, state)
+def patched_log(self, row):
+    log(self, row)
+    if moment in ("logged", "interrupted") and row["step"] == int(step):
+        end()
+output.RunFolder.save, output.RunFolder.log = patched_save, patched_log
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.exit(main(sys.argv[2:]))
 """
 
 
 @pytest.fixture(scope="module")
 def ended(model, data, tmp_path_factory) -> dict[tuple[str, str], SimpleNamespace]:
-    folders = [tmp_path_factory.mktemp("ended") / "run" for _ in INTERRUPTED]
-    commands = [
-        (moment, arguments(model, data, folder, features=features))
-        for (features, moment), folder in zip(INTERRUPTED, folders, strict=True)
-    ]
-    process = start([json.dumps(commands)], ENDED)
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    results = (
-        SimpleNamespace(output=folder, status=status, err=err, out=out)
-        for folder, (status, err, out) in zip(folders, json.loads(out), strict=True)
-    )
-    return dict(zip(INTERRUPTED, results, strict=True))
+    def run(features: str, moment: str) -> SimpleNamespace:
+        folder = tmp_path_factory.mktemp("ended") / "run"
+        process = start([moment, *arguments(model, data, folder, features=features)], ENDED)
+        out, err = process.communicate(timeout=400)
+        return SimpleNamespace(output=folder, status=process.returncode, err=err, out=out)
+
+    return {interrupted: run(*interrupted) for interrupted in INTERRUPTED}
 
 
 @pytest.mark.process

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
 
 import pytest
 from generate_helpers import saved_model, saved_prompts
@@ -72,46 +69,3 @@ def test_errors_before_a_measurement(bench, tmp_path, capsys):
         assert bench(*arguments, "--plots", "none", methods=methods) == 2
         assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-DRAFTER = """
-from specjax.drafters import Ngram, make_speculation
-
-def make(target):
-    return make_speculation(Ngram(nodes=4, capacity={}))
-"""
-
-
-@pytest.fixture
-def own_drafter(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "my_own_drafter.py"
-    file.write_text(DRAFTER.format(4096))
-    yield file
-    sys.modules.pop("my_own_drafter", None)
-
-
-@pytest.mark.slow
-def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
-    """Batches of two, twice: the third conversation has no partner."""
-    flags = "--plots", "none", "--batch-sizes", "2", "--repeats", "2"
-    methods = "none", "my_own_drafter:make"
-    assert bench(*flags, methods=methods) == 0
-    for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]:
-        assert (row["conversations"], row["repeats"]) == (2, 2)
-        assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
-    assert bench(*flags, methods=methods) == 0  # from the log
-    own_drafter.write_text(DRAFTER.format(8192))
-    assert bench(*flags, methods=methods) == 2
-    assert "holds runs with another code" in capsys.readouterr().err
-
-    own_drafter.write_text(DRAFTER.format(4096))
-    other = tmp_path / "copy"
-    shutil.copytree(model, other)
-    shared = ["--model", str(other), "--output", str(tmp_path / "two"), *flags, "--max-new-tokens", "4"]
-    command = [*shared, "--sets", str(tmp_path / "mine.jsonl"), "--no-progress", "--methods", "none"]
-    assert main(command) == 0
-    weights = next(other.glob("*.safetensors"))
-    os.utime(weights, ns=(1, 1))
-    assert main(command) == 2
-    assert f"another files: {{'{other}'" in capsys.readouterr().err

@@ -24,7 +24,6 @@ from specjax.serve.server import FORCED_GRACE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-LABEL = "app.kubernetes.io/name"
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -33,18 +32,12 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
-def deployment(file: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(spec, the pod's spec, the container) of the Deployment in a manifest."""
-    spec = spec_of(file, "Deployment")
-    (container,) = spec["template"]["spec"]["containers"]
-    return spec, spec["template"]["spec"], container
-
-
-def spec_of(file: str, kind: str) -> dict[str, Any]:
-    """The spec of the only object of a kind in a manifest; the object itself if it has none."""
+def deployment(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the pod's spec, the container) of the Deployment in a manifest."""
     manifests = yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / file).read_text())
-    (manifest,) = [manifest for manifest in manifests if manifest["kind"] == kind]
-    return manifest.get("spec", manifest)
+    (pod,) = [one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "Deployment"]
+    (container,) = pod["containers"]
+    return pod, container
 
 
 def after(arguments: list[str], flag: str) -> int:
@@ -54,7 +47,7 @@ def after(arguments: list[str], flag: str) -> int:
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-WORKER = deployment("worker.yaml")[2]
+WORKER = deployment("worker.yaml")[1]
 COMMANDS = {
     "image": json.loads([value for name, value in instructions(DEPLOY / "Dockerfile") if name == "CMD"][-1]),
     "compose": SERVICES["worker-1"]["command"],
@@ -109,15 +102,6 @@ def test_wheel_of_the_copied_files(tmp_path):
     assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/attention.py"} <= files
 
 
-def test_version_of_the_router():
-    pins = [re.findall(r"sglang-router==(\S+)", (ROOT / name).read_text())
-            for name in ("deploy/Dockerfile", "Makefile", "docs/serving.md")]  # fmt: skip
-    assert all(pins) and len({pin for versions in pins for pin in versions}) == 1
-    kustomization = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "kustomization.yaml").read_text())
-    tags = {image["name"]: image["newTag"] for image in kustomization["images"]}
-    assert {SERVICES["router"]["image"].partition(":")[2], tags["specjax-router"]} == {pins[0][0]}
-
-
 # Compose and Kubernetes: names and times that two programs or manifests share. `make deploy-check` checks the syntax.
 
 
@@ -147,24 +131,12 @@ def test_probes_of_a_worker():
 
 
 def test_times_of_a_shutdown():
-    pod = deployment("worker.yaml")[1]
+    pod = deployment("worker.yaml")[0]
     seconds = int(WORKER["lifecycle"]["preStop"]["exec"]["command"][1])
     drain, readiness = parsed(COMMANDS["kubernetes"]).server.shutdown_timeout, WORKER["readinessProbe"]
     assert pod["terminationGracePeriodSeconds"] > seconds + drain + FORCED_GRACE
     assert seconds >= readiness["periodSeconds"] * readiness["failureThreshold"]
-    _, pod, router = deployment("router.yaml")
+    pod, router = deployment("router.yaml")
     grace = after(router["args"], "--shutdown-grace-period-secs")
     assert pod["terminationGracePeriodSeconds"] > int(router["lifecycle"]["preStop"]["exec"]["command"][1]) + grace
     assert grace > drain
-
-
-def test_router_finds_the_workers():
-    """Labels select the workers; the router's account may list pods."""
-    spec, _, worker = deployment("worker.yaml")
-    _, pod, router = deployment("router.yaml")
-    labels = spec["template"]["metadata"]["labels"]
-    assert router["args"][router["args"].index("--selector") + 1] == f"{LABEL}={labels[LABEL]}"
-    assert after(router["args"], "--service-discovery-port") == worker["ports"][0]["containerPort"]
-    role, binding = spec_of("router.yaml", "Role"), spec_of("router.yaml", "RoleBinding")
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert binding["subjects"][0]["name"] == pod["serviceAccountName"]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import psutil
 import pytest
 from generate_helpers import saved_model
 from ray_helpers import QUICK
-from server_helpers import SECONDS, parse_events, wait_until
+from server_helpers import SECONDS, free_port, parse_events, wait_until
 
 # Ray Serve gives up a proxy that takes longer than 5 s to start. Ray reads these variables at its import.
 os.environ |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
@@ -39,8 +38,7 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of Ray Serve."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"

@@ -1,4 +1,5 @@
-"""The server class, its settings and the ingress, without Ray: Ray's types are written out in ray_helpers."""
+"""The server class, its settings, the ingress and batches of Ray Data, without Ray: Ray's types are written out in
+ray_helpers."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import sys
 from collections.abc import AsyncGenerator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
+import numpy as np
 import pytest
 from generate_helpers import saved_model
 from ray_helpers import (
@@ -26,11 +29,12 @@ from ray_helpers import (
 from server_helpers import parse_events
 from starlette.requests import Request as HttpRequest
 
+from specjax.cli.generate import RESULT_FIELDS
 from specjax.engine import EngineConfig
 from specjax.fleet import ray as server
 from specjax.fleet.ray import SpecjaxServer, body_of, build_app, deployment_name, deployment_options, settings_of
-from specjax.fleet.ray_data import Generate
-from specjax.fleet.ray_ingress import ATTEMPTS, Ingress
+from specjax.fleet.ray_data import Generate, number_of, rows_of
+from specjax.fleet.ray_ingress import ATTEMPTS, Ingress, call
 
 PROMPT = [10, 11, 12, 10, 11]
 
@@ -138,9 +142,10 @@ def replica(model, loop):
     assert replica._runner.stop(60.0)
 
 
-@pytest.fixture(autouse=True)
-def types(monkeypatch):
-    monkeypatch.setattr(server, "_types", lambda: Types)
+@pytest.fixture(scope="module", autouse=True)
+def types():
+    with mock.patch.object(server, "_types", return_value=Types):
+        yield
 
 
 KEY = RawRequestInfo({"Authorization": "Bearer secret", "Host": "a", "Content-Length": "999"})
@@ -235,6 +240,31 @@ def test_control(loop, replica):
         assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
     loop.run(main())
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_failing_application(loop, sent):
+    """Before the first chunk the call fails, later the read. An incomplete response is an error."""
+
+    async def app(scope, receive, send):
+        if sent:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        if sent == 2:
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.sleep(0)
+        if sent != 1:
+            raise KeyError("broken")
+
+    async def main():
+        chunks = call(app, "GET", "/half")
+        await anext(chunks)
+        assert sent == 2
+        await anext(chunks)
+        await anext(chunks)
+
+    error = RuntimeError if sent == 1 else KeyError
+    with pytest.raises(error, match=r"broken|GET /half: the application ended without a whole answer"):
+        loop.run(main())
 
 
 def test_failed_starts(loop, tmp_path, monkeypatch):
@@ -333,3 +363,59 @@ def test_ingress_reports_errors(loop):
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
     answer = answer_of(loop, (WHOLE, [DeploymentUnavailableError("its constructor fails")]))
     assert answer.status_code == 503 and "its constructor fails" in answer.json()["error"]["message"]
+
+
+# The batches of a Ray Data actor.
+
+
+@pytest.fixture(scope="module")
+def generate(model) -> Generate:
+    return Generate(QUICK | {"model": model}, {"max_new_tokens": 6, "temperature": 0.9}, keep=["label", "id"])
+
+
+def test_rows_of_columns():
+    messages = np.array([[{"role": "user", "content": "a", "name": None}], None], object)
+    batch = {"id": np.array([1.0, np.nan]), "input_ids": np.array([[1, 2], [3, 4]]), "messages": messages}
+    assert list(rows_of(batch)) == [
+        {"id": 1, "input_ids": [1, 2], "messages": [{"role": "user", "content": "a"}]},
+        {"input_ids": [3, 4]},
+    ]
+
+
+def test_row_numbers_do_not_depend_on_the_process():
+    assert number_of({"id": "a", "prompt": "x"}) == number_of({"id": "a"}) == 189723792554930
+    assert number_of({"prompt": "a", "seed": 1}) == number_of({"seed": 1, "prompt": "a"}) != number_of({"prompt": "a"})
+
+
+def test_completions_do_not_depend_on_batches(generate):
+    rows = [{"id": f"r{i}", "prompt": "abc" * (1 + i % 3), "label": i} for i in range(5)]
+    together = generate.complete(rows)
+    apart = [generate.complete([row])[0] for row in reversed(rows)][::-1]
+    for row, single in zip(together, apart, strict=True):
+        differences = {name for name in row if row[name] != single[name]}
+        assert differences <= {"spec_verify_ct", "spec_accept_length", "spec_accept_histogram"}
+    assert [row["label"] for row in together] == [0, 1, 2, 3, 4]
+    assert len({row["seed"] for row in together}) == 5, "equal prompts draw different tokens"
+    assert set(together[0]) == {"id", *RESULT_FIELDS, "error", "label"} and together[0]["error"] is None
+
+
+def test_parameters_and_errors_of_rows(generate):
+    rows = [
+        {"id": 1, "prompt": "abc", "max_new_tokens": 2, "seed": 7, "ignore_eos": True},
+        {"id": 2},
+        {"id": 3, "prompt": "abc", "max_new_tokens": -1},
+        {"input_ids": [1, 10**6]},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    good, empty, wrong, unknown, chat = generate.complete(rows)
+    assert (good["completion_tokens"], good["seed"], good["error"]) == (2, 7, None)
+    assert empty["id"] == 2 and "exactly one of prompt, messages, input_ids" in empty["error"]
+    assert "max_new_tokens" in wrong["error"] and "1000000" in unknown["error"]
+    assert chat["error"] is None and chat["text"]
+
+
+def test_settings_are_checked_first():
+    with pytest.raises(ValueError, match="settings: unknown key page"):
+        Generate({"page": 1})
+    with pytest.raises(ValueError, match="top_p"):
+        Generate({}, {"top_p": 7.0})

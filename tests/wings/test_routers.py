@@ -1,4 +1,4 @@
-"""Two replicas behind routers of other projects, as processes: `make routers` installs and runs them.
+"""Two replicas behind sglang-router, as processes: `make routers` installs and runs it.
 
 SPECJAX_ROUTER_REQUESTS is the number of requests during which a worker is killed (120; `make routers` sends 500).
 """
@@ -6,41 +6,261 @@ SPECJAX_ROUTER_REQUESTS is the number of requests during which a worker is kille
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
+import os
+import re
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
-from router_helpers import (
-    AT_ONCE,
-    REQUESTS,
-    TOKENS,
-    Program,
-    Worker,
-    ask,
-    ask_all,
-    check_idle,
-    free_port,
-    killed_under_load,
-    plain,
-    router_python,
-    stopping,
-    two_workers,
-    wait_for,
-)
+from generate_helpers import saved_model
+from server_helpers import free_port
+from train_helpers import environment
 
-ROUTER, LITELLM = router_python("sglang-router"), router_python("litellm")
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-SETTINGS = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download
-    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-}
+HERE = Path(__file__).resolve().parents[2]
+SECONDS = 600.0  # time limit of every wait; even on a busy machine only a hang takes so long
+REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
+"""Number of requests during which a worker is killed; `make routers` sends 500."""
+TOKENS, AT_ONCE = 24, 12  # tokens of each request, and number of concurrent requests
+STOPPED = 0.5  # seconds from stopping the worker until it is killed
 
-pytestmark = pytest.mark.process
-needs_router = pytest.mark.skipif(ROUTER is None, reason="sglang-router is not installed (make routers)")
-needs_litellm = pytest.mark.skipif(LITELLM is None, reason="LiteLLM's proxy is not installed (make routers)")
+
+def plain() -> dict[str, str]:
+    """The environment of programs of other projects."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    """Waits until `condition` is true. An HTTP error counts as false."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
+        time.sleep(0.1)
+
+
+class Program:
+    """A process with its output in a file."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None) -> None:
+        self.log = log
+        with log.open("ab") as file:
+            self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        try:
+            self.popen.wait(10)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+
+class Worker:
+    """A specjax server at a fixed port."""
+
+    def __init__(self, folder: Path, name: str, model: str) -> None:
+        self._folder, self._name, self._model, self.port = folder, name, model, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "specjax.serve", "--model", self._model, "--port", str(self.port),
+                   "--served-model-name", "tiny", "--max-running-requests", "4", "--chunked-prefill-size", "16",
+                   "--max-total-tokens", "1024", "--page-size", "8", "--speculative-algorithm", "ngram",
+                   "--speculative-num-draft-tokens", "4", "--no-speculative-adaptive"]  # fmt: skip
+        self.program = Program(command, self._folder / f"{self._name}.log", environment())
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=SECONDS)
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: self.get("/health").status_code == 200, f"a ready worker:\n{self.program.log.read_text()}")
+
+    def load(self) -> dict[str, Any]:
+        (load,) = self.get("/v1/loads").json()["loads"]
+        return load
+
+    def total(self, name: str) -> float:
+        """A metric of the worker, by SGLang's name without the prefix."""
+        sample = re.search(rf"^sglang:{name}{{[^}}]*}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert sample, name
+        return float(sample[1])
+
+
+@dataclass
+class Seen:
+    """A request and its answer, as seen by the client."""
+
+    prompt: str
+    streams: bool
+    sent: float  # time
+    ended: float = 0.0
+    status: int | None = None  # None: the connection broke before an answer
+    text: str = ""
+    begun: bool = False  # a part of the answer has come
+    done: bool = False  # the answer is whole: all of the body, or [DONE] of a stream
+    error: str = ""  # the body of a refusal, or why the connection broke
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events. `aiter_lines` would also end lines at U+0085 and U+2028."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool) -> Seen:
+    """One greedy completion."""
+    seen = Seen(prompt, streams, time.monotonic())
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    try:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": streams}) as answer:
+            seen.status = answer.status_code
+            if answer.status_code != 200 or not streams:
+                text = (await answer.aread()).decode()
+                if answer.status_code == 200:
+                    seen.text, seen.done = json.loads(text)["choices"][0]["text"], True
+                else:
+                    seen.error = text
+                return seen
+            async for line in _lines(answer):
+                if line == "data: [DONE]":
+                    seen.done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        seen.error = json.dumps(event["error"])
+                        continue
+                    seen.text += event["choices"][0]["text"]
+                    seen.begun = True
+    except httpx.TransportError as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    return seen
+
+
+async def ask_all(
+    base: str, prompts: list[str], *, tokens: int, at_once: int, at: dict[int, Callable[[], None]]
+) -> list[Seen]:
+    """Completions of all prompts, half of them streamed. `at`: functions, by the number of ended requests before."""
+    gate, ended = asyncio.Semaphore(at_once), 0
+
+    async def ask_one(index: int, prompt: str) -> Seen:
+        nonlocal ended
+        async with gate:
+            seen = await asyncio.wait_for(ask(client, prompt, tokens, index % 2 == 0), SECONDS)
+            seen.ended = time.monotonic()
+            ended += 1
+            if ended in at:
+                at[ended]()
+            return seen
+
+    # A new connection for each request: the router may close a kept connection while a request is sent on it.
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=base, timeout=SECONDS, limits=limits, trust_env=False) as client:
+        return await asyncio.gather(*(ask_one(index, prompt) for index, prompt in enumerate(prompts)))
+
+
+@contextlib.contextmanager
+def stopping(*running: Any) -> Iterator[None]:
+    """Kills programs and workers at the end."""
+    try:
+        yield
+    finally:
+        for process in running:
+            (process.program if isinstance(process, Worker) else process).stop(signal.SIGKILL)
+
+
+def check_idle(workers: list[Worker]) -> None:
+    """Checks that no request runs or waits, and that only the prefix cache holds pages, until it is flushed."""
+    for worker in workers:
+        wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
+        load = worker.load()
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
+        assert worker.get("/flush_cache").json()["success"]
+        pages = worker.get("/server_info").json()["internal_states"][0]["pages"]
+        assert pages["free"] == pages["total"] and pages["cached"] == 0
+
+
+def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[str, int]:
+    """Checks that each request has the text of an undisturbed worker, or has failed with an error before its first
+    token, or is a stream that had begun before the kill. Returns the number of requests of each kind."""
+    answered = [request for request in seen if request.done]
+    for request in answered:
+        assert (request.status, request.text) == (200, expected[request.prompt])
+    broken = [request for request in seen if not request.done and request.begun]
+    for request in broken:
+        assert request.streams and request.sent < killed_at
+        assert expected[request.prompt].startswith(request.text)
+    refused = [request for request in seen if not request.done and not request.begun]
+    for request in refused:
+        assert request.error and request.status is not None and request.status >= 500, request
+    return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
+
+
+@contextlib.contextmanager
+def two_workers(folder: Path) -> Iterator[list[Worker]]:
+    """Two workers with the same tiny model, both ready."""
+    (folder / "model").mkdir()
+    model = saved_model(folder / "model", max_position_embeddings=256)
+    workers = [Worker(folder, name, model) for name in ("one", "two")]
+    with stopping(*workers):
+        for worker in workers:
+            worker.wait_ready()
+        yield workers
+
+
+def killed_under_load(base: str, workers: list[Worker]) -> tuple[list[str], list[Seen], dict[str, int]]:
+    """Sends `REQUESTS` requests, and kills the first worker after a third of them. Returns the prompts, the requests,
+    and the counts of `check`."""
+    victim, other = workers
+    prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
+    state: dict[str, Any] = {}
+
+    def stop() -> None:
+        """Stops the worker before the kill, so that requests are under way even on a fast machine."""
+        victim.program.popen.send_signal(signal.SIGSTOP)
+        state["stopped"] = time.monotonic()
+        asyncio.get_running_loop().call_later(STOPPED, kill)
+
+    def kill() -> None:
+        victim.program.popen.send_signal(signal.SIGKILL)
+        victim.program.popen.wait()
+        state["killed"] = time.monotonic()
+
+    seen = asyncio.run(ask_all(base, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: stop}))
+    alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
+    assert all(request.done for request in alone)
+    caught = [request for request in seen if request.sent < state["stopped"] and request.ended > state["killed"]]
+    assert caught, "no request was under way at the killed worker"
+    counts = check(seen, {request.prompt: request.text for request in alone}, state["killed"])
+    print(counts, f"{len(caught)} of them under way at the killed worker")
+    return prompts, seen, counts
+
+
+DEPLOY = HERE / "deploy"
+ROUTER = Path(os.environ.get("SPECJAX_ROUTERS", HERE / ".routers")) / "sglang-router" / "bin" / "python"
+"""The router's environment (`make routers`)."""
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not ROUTER.exists(), reason="sglang-router is not installed (make routers)"),
+]
 
 
 class Router(Program):
@@ -62,29 +282,6 @@ class Router(Program):
         return {worker["url"] for worker in self.get("/workers").json()["workers"] if worker["is_healthy"]}
 
 
-class Proxy(Program):
-    """LiteLLM's proxy as docs/serving.md configures it, with shorter times.
-
-    It selects a worker at random, sends a failed request to the other worker, and then excludes the failed worker for
-    the time of its cooldown.
-    """
-
-    def __init__(self, folder: Path, workers: list[Worker]) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        params = {"model": "text-completion-openai/tiny", "api_key": "none"}
-        models = [
-            {"model_name": "tiny", "litellm_params": params | {"api_base": f"{worker.url}/v1"}} for worker in workers
-        ]
-        settings = {"num_retries": 3, "allowed_fails": 0, "cooldown_time": 2}
-        (folder / "litellm.yaml").write_text(yaml.safe_dump({"model_list": models, "router_settings": settings}))
-        command = [str(Path(str(LITELLM)).with_name("litellm")), "--config", str(folder / "litellm.yaml"),
-                   "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-        super().__init__([str(LITELLM), *command], folder / "litellm.log", plain() | SETTINGS)
-
-    def ready(self) -> bool:
-        return httpx.get(f"{self.url}/health/readiness", timeout=30).status_code == 200
-
-
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory):
     """(workers, router), all ready."""
@@ -96,7 +293,6 @@ def routed(tmp_path_factory):
             yield workers, router
 
 
-@needs_router
 def test_flags_and_probes_of_the_deployment(routed):
     """The router's parser accepts the flags in deploy/, and its probes exist."""
     _, router = routed
@@ -112,7 +308,6 @@ def test_flags_and_probes_of_the_deployment(routed):
         assert router.get(container[probe]["httpGet"]["path"]).status_code == 200
 
 
-@needs_router
 def test_registration_and_merged_metrics(routed):
     workers, router = routed
     registered = router.get("/workers").json()["workers"]
@@ -132,7 +327,6 @@ def test_registration_and_merged_metrics(routed):
     assert flushed["status"] == "success" and flushed["workers_flushed"] == 2
 
 
-@needs_router
 def test_conversation_stays_with_its_worker(routed):
     """The cache-aware policy sends turns of a conversation to the worker that has its prefix in the cache."""
     workers, router = routed
@@ -168,7 +362,6 @@ def restart(victim: Worker, url: str, prompts: itertools.count) -> None:
     wait_for(used, "requests for the restarted worker")
 
 
-@needs_router
 def test_killed_worker_of_the_router(routed):
     workers, router = routed
     victim, other = workers
@@ -182,20 +375,3 @@ def test_killed_worker_of_the_router(routed):
     restart(victim, router.url, itertools.count())
     assert len(router.healthy()) == 2
     check_idle(workers)
-
-
-@needs_litellm
-def test_killed_worker_of_litellm(tmp_path):
-    with two_workers(tmp_path) as workers:
-        proxy = Proxy(tmp_path, workers)
-        with stopping(proxy):
-            wait_for(proxy.ready, f"the proxy, whose log is {proxy.log}")
-            victim, other = workers
-            _, seen, counts = killed_under_load(proxy.url, workers)
-            assert sum(counts.values()) == REQUESTS
-            # The proxy does not repeat a stream whose connection fails.
-            assert all(request.done or request.streams for request in seen)
-            assert counts["answered"] >= REQUESTS - 4 * AT_ONCE
-            check_idle([other])
-            restart(victim, proxy.url, itertools.count())
-            check_idle(workers)
