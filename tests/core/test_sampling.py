@@ -1,7 +1,6 @@
 """Draws against the oracle: each part of the rule, all parts together, and the distribution of draws."""
 
 import ast
-import dataclasses
 import pathlib
 
 import hypothesis.strategies as st
@@ -159,32 +158,6 @@ def test_truncation(rng):
     actual = np.asarray(truncate(jnp.asarray(logits), single(request)))
     np.testing.assert_array_equal(actual > -np.inf, expected > -np.inf)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-EIGHTHS = np.log(np.array([4, 2, 1, 1]) / 8).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("change", "kept"),
-    [
-        ({"top_k": 0}, 4),
-        ({"top_k": 1}, 1),
-        ({"top_k": 3}, 3),  # ties go to the lower id
-        ({"top_k": 9}, 4),
-        ({"top_p": 0.49}, 1),
-        ({"top_p": 0.51}, 2),
-        ({"top_p": 0.9999}, 4),
-        ({"top_k": 2, "top_p": 0.6}, 1),  # 4/6 of the rest
-        ({"top_k": 3, "top_p": 0.6}, 2),  # 4/7 of the rest
-        ({"min_p": 0.2}, 4),
-        ({"min_p": 0.3}, 2),
-        ({"temperature": 0.5, "min_p": 0.2}, 2),
-    ],
-)
-def test_boundaries_of_truncation(change, kept):
-    request = dataclasses.replace(Sampling(temperature=1.0), **change)
-    logits = np.asarray(truncate(jnp.asarray(EIGHTHS), single(request)))
-    assert np.flatnonzero(logits > -np.inf).tolist() == list(range(kept))
 
 
 def batch_of_draws(rng, **fixed):

@@ -26,7 +26,7 @@ from toy_models import (
 from specjax.config import RopeConfig
 from specjax.drafters.base import none_drafter
 from specjax.drafters.ngram import Ngram, ngram_drafter
-from specjax.step import NOT_FINITE, PrefillInput, StepConfig, draft_phase, verify_phase
+from specjax.step import NOT_FINITE, StepConfig, draft_phase, verify_phase
 
 WIDTH, DEPTH, VOCABULARY = 6, 4, 7
 LISTED = [random_tree(0, WIDTH, VOCABULARY, np.random.default_rng(seed), DEPTH) for seed in range(11)]
@@ -410,22 +410,3 @@ def test_one_trace_per_bucket():
     assert runner.steps.speculate._cache_size() == 1
     assert runner.steps.prefill._cache_size() == 1
     assert runner.steps.admit._cache_size() == admits
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("which", [pytest.param("speculate", marks=pytest.mark.slow), "prefill"])
-def test_pool_is_aliased_without_temporary_copies(which):
-    toy = tiny_llama()
-    drafter = listed_drafter(LISTED, WIDTH, DEPTH)
-    runner = Runner(toy, drafter, pages_a_row=800, page_size=16)
-    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.cache))
-    runner.table = runner.table[:, :4]
-    inputs = runner.inputs([True] * 3)
-    if which == "speculate":
-        lowered = runner.steps.speculate.lower(runner.params, runner.state, inputs)
-    else:
-        extra = (jnp.zeros((4, 5), jnp.int32), jnp.full(4, 5, jnp.int32), jnp.full(4, -1, jnp.int32))
-        lowered = runner.steps.prefill.lower(runner.params, runner.state, PrefillInput(*inputs[:3], *extra))
-    memory = lowered.compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 10

@@ -14,7 +14,7 @@ from specjax.cache import PoolShape
 from specjax.drafters import Eagle, Params, TreeShape, make_speculation
 from specjax.drafters.options import candidates
 from specjax.engine import SamplingParams, plan
-from specjax.engine.plan import BATCHES, Buckets
+from specjax.engine.plan import Buckets
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
 
@@ -56,36 +56,6 @@ def chain_of(shape: TreeShape, *, explicit: bool = True):
     return speculation._replace(explicit_width=explicit)
 
 
-def test_trees_of_a_cpu():
-    """Large batches draft smaller trees, or none, unless the width is given."""
-    given, automatic = chain_of(TREE), chain_of(TREE, explicit=False)
-
-    def sizes(drafter) -> Buckets:
-        return Buckets.build("cpu", drafter, rows=16, request_pages=8)
-
-    assert sizes(given).trees == {1: 8, 4: 8, 16: 8}
-    assert sizes(automatic).trees == {1: 8, 4: 1, 16: 1}
-    assert sizes(make_speculation("NGRAM", platform="cpu")).trees == {1: 4, 4: 4, 16: 4}
-    assert [sizes(drafter).shrinking(16) for drafter in (given, automatic)] == [[16, 4, 1], [16, 1]]
-
-
-def test_shape_of_each_batch_on_a_gpu():
-    def shapes(speculation) -> dict[int, tuple[int, int]]:
-        buckets = Buckets.build("gpu", speculation, rows=256, request_pages=8)
-        assert buckets.batches == BATCHES["gpu"]
-        actual = {batch: speculation.within(nodes) for batch, nodes in buckets.trees.items()}
-        return {batch: (each.width, each.depth) for batch, each in actual.items()}
-
-    whole = (8, 7)
-    automatic = shapes(chain_of(TreeShape(7, 1, 8), explicit=False))
-    assert [automatic[batch] for batch in (1, 2, 4, 8, 16, 24, 32)] == [whole] * 7
-    assert [automatic[batch] for batch in (48, 64, 128)] == [(5, 4), (4, 3), (2, 1)]
-    assert set(shapes(chain_of(TreeShape(7, 1, 8))).values()) == {whole}
-    assert shapes(make_speculation("NGRAM", platform="gpu"))[48] == (5, 4)
-    buckets = Buckets.build("gpu", chain_of(TreeShape(7, 1, 8), explicit=False), rows=256, request_pages=8)
-    assert buckets.trees[256] == 1 and buckets.most_drafting == 128
-
-
 def test_resized_drafters_share_their_state():
     target = pair_model().target
     for speculation in (chain_of(CHAIN), chain_of(TREE), make_speculation(NGRAM)):
@@ -124,27 +94,6 @@ def finished(engine, prompts, lengths, temperature: float = 0.0) -> list[tuple]:
     counts = [done.spec_accept_histogram for done in actual]
     most = max(i for each in counts for i, count in enumerate(each) if count)
     return [(done.output_ids, each[: most + 1]) for done, each in zip(actual, counts, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "block_tokens", "expected"),
-    [
-        pytest.param(CHAIN, 16, (3, 1, 4), id="chain"),
-        pytest.param(TREE, 20, (3, 2, 5), id="tree", marks=pytest.mark.slow),
-    ],
-)
-def test_bucket_equals_engine_with_its_shape(shape, block_tokens, expected, like_a_gpu):
-    like_a_gpu(block_tokens)
-    small = TreeShape(*expected)
-    engines = [
-        make_engine(pair_model(), drafter, draft=head()[1])
-        for drafter in (chain_of(shape, explicit=False), chain_of(small))
-    ]
-    assert engines[0].buckets.trees[4] == small.nodes
-    for temperature in (0.0, 1.0):
-        by_bucket, configured = (finished(engine, PROMPTS, [24] * 4, temperature) for engine in engines)
-        assert by_bucket == configured
-        assert any(sum(accepted[1:]) for _, accepted in by_bucket)
 
 
 def test_requests_move_between_shapes(like_a_gpu):

@@ -130,13 +130,6 @@ def test_walks_are_long():
     assert max(lengths) >= 4
 
 
-@settings(max_examples=50)
-@given(rngs)
-def test_plain_greedy_rows(rng):
-    plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "bias": {}, "min_tokens": 0}
-    check_against_oracle(rng, False, temperature=0.0, **plain)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_on_the_path(temperature):
     """The root is emitted and min_tokens is 3: the stop id 0 may be drawn from depth 2 on."""

@@ -24,9 +24,8 @@ from toy_models import Runner, Toy, sampling_rows, tiny_llama
 
 from specjax.checkpoint import load_head
 from specjax.config import BlockConfig, RopeConfig
-from specjax.drafters import Block, Context, Params, TreeShape, block_drafter, make_speculation
+from specjax.drafters import Block, TreeShape, block_drafter, make_speculation
 from specjax.drafters.block import best_prefixes
-from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import init_head_params
 from specjax.tree import DraftTree
 
@@ -61,18 +60,6 @@ def heads(tmp_path_factory):
     """heads(dialect) -> `Loaded`."""
     folder = tmp_path_factory.mktemp("blocks")
     return functools.cache(lambda dialect: Loaded(folder / dialect, dialect))
-
-
-@functools.cache
-def compiled_block(config: BlockConfig, width: int):
-    """The outputs of blocks of this width."""
-    model = BlockHead(config, target().target)
-
-    def outputs(params: Params, state: Any, context: Context):
-        where = context.page_table, context.prefix_length, context.attended
-        return model.block(params.target, params.draft, context.root, width, state, *where)
-
-    return jax.jit(outputs)
 
 
 class Head(Driven):
@@ -135,27 +122,16 @@ def check(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_outputs(heads, dialect):
-    """Blocks at the start of a text, below, at and above the window's width, and at the end of the pages."""
-    driven = Head(heads(dialect))
-    width = driven.head.config.block
-    for lengths in ([0, 1, 2], [3, 5, 0], [4, 0, 6], [1, 1, 1], [20, 2, 15], [0, 18, 3]):
-        driven.feed(lengths)
-        outputs = compiled_block(driven.head.config, width)(driven.params, driven.state, driven.context())
-        for row in range(ROWS):
-            np.testing.assert_allclose(outputs[row], driven.expected_outputs(row, width), atol=1e-5, rtol=1e-5)
-    assert driven.done.tolist() == [28, 27, 27] and WINDOW in (7, *DIALECTS["dflash-sliding"].spec["windows"])
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
 def test_trees(heads, dialect):
+    """At the start of a text, below, at and above the window's width, and at the end of the pages."""
     driven = Head(heads(dialect), seed=1)
     drafts, compared = driven.head.drafts, 0
-    shapes = [(drafts, 1, drafts + 1), (drafts, 3, 14), (2, 5, 6)]
-    for lengths in ([0, 4, 7], [2, 3, 9], [0, 11, 0]):
+    shapes = [(drafts, 1, drafts + 1), (drafts, 3, 14)]
+    for lengths in ([0, 1, 2], [3, 6, 5], [4, 0, 0], [20, 18, 17]):
         driven.feed(lengths)
         compared += sum(check(driven, TreeShape(*shape)) for shape in shapes)
-    assert compared > 24
+    assert compared > 21, "of 24"
+    assert WINDOW in (7, *DIALECTS["dflash-sliding"].spec["windows"])
     assert check(driven, TreeShape(2, 1, 3), block=driven.head.config.block - 1)
 
 

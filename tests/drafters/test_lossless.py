@@ -219,22 +219,18 @@ def cases() -> list[Case]:
 
 
 QUICK = {
-    ("NONE", "phi3"), ("random trees", "table"), ("NGRAM", "llama"), ("EAGLE chain", "qwen2"),
-    ("EAGLE tree", "qwen3_moe"), ("EAGLE3 tree", "pairs"), ("EAGLE3 tree", "gemma3"), ("MTP head", "pairs"),
-    ("MTP layers", "mimo"), ("MTP layers", "deepseek_v3"), ("DFLASH chain", "llama"), ("DFLASH tree", "qwen3"),
-    ("DSPARK tree", "qwen3_moe"), ("DFLASH2 tree", "qwen3"), ("STANDALONE itself", "mistral"),
-    ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"), ("EAGLE3 tree", "qwen3_5"),
-    ("MTP layers", "qwen3_5"), ("NGRAM", "qwen3_next"),
-    ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"), ("absurd trees", "table"), ("absurd trees", "llama"),
-    ("absurd chains", "table"), ("EAGLE token map", "pairs"),
-    ("absurd trees", "qwen3_5"), ("absurd trees", "deepseek_v3"), ("absurd trees", "gpt_oss"),
+    ("NONE", "phi3"), ("random trees", "table"), ("absurd trees", "llama"), ("NGRAM", "gemma3"),
+    ("EAGLE chain", "mimo"), ("EAGLE tree", "qwen3_5"), ("EAGLE tree", "qwen3_next"), ("EAGLE3 tree", "gpt_oss"),
+    ("MTP head", "pairs"), ("MTP layers", "deepseek_v3"), ("DFLASH chain", "mimo"), ("DFLASH tree", "gemma2"),
+    ("DSPARK tree", "qwen2"), ("DFLASH2 tree", "mistral"), ("STANDALONE itself", "qwen3_moe"),
+    ("STANDALONE gemma3", "qwen3"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
 
 def test_quick_cases_cover_all_values():
     quick = [case for case in cases() if case[:2] in QUICK]
-    assert len(quick) == len(QUICK)
+    assert len(quick) == len(QUICK) <= 18
     assert {case.drafter for case in quick} == {*DRAFTERS}
     assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
     assert {case[2:] for case in quick} == {*itertools.product((1, 4), (False, True), (False, True))}

@@ -127,31 +127,6 @@ def test_no_step_copies_the_pool(drafter, flags, which):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
-def test_one_trace_a_shape():
-    """For all accepted lengths, texts, pages and active rows."""
-    pool = PoolShape(pages=256, page_size=4)
-    params, state, steps, toy = case("NGRAM", pool, nodes=4, max_match=3, capacity=1024)
-    rng = np.random.default_rng(0)
-    emitted = set()
-    for prompts in ([[1, 2] * 14, [3]], [[4, 5, 6], [7, 8] * 9]):
-        step = step_input(some_pages(rng, pool=pool))
-        for slot, prompt in enumerate(prompts):
-            row = new_row(toy.vocab, limit=24, prompt=prompt, temperature=float(slot), logit_bias={3: 9.0, 4: 9.0})
-            state = steps.admit(state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
-        state, _ = steps.prefill(params, state, prefill_input(step, prompts))
-        for turn in range(20):
-            turn_input = step._replace(active=jnp.asarray([True, turn % 3 > 0]))
-            state, output = steps.speculate(params, state, turn_input)
-            emitted |= set(output.emitted.tolist())
-    assert emitted == {0, 1, 2, 3, 4}
-    assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (1, 1)
-
-    wider = step_input(some_pages(rng, 2 * TABLE, pool))
-    for _ in range(3):
-        state, _ = steps.speculate(params, state, wider)
-    assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (2, 1)
-
-
 FREED_AND_USED_AGAIN = """
 import ctypes
 import resource

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from typing import Any
 
@@ -21,15 +20,12 @@ from engine_helpers import (
     toy,
 )
 
-from specjax.cli import build, flags
-from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.intake import Salts
 from specjax.engine.pages import PageAllocator, PrefixCache
 from specjax.engine.scheduler import PATIENCE, Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.limits import ParameterError
-from specjax.settings import add_flags, read
 
 SIZE = 2
 
@@ -283,16 +279,6 @@ def test_words_of_salts():
     for salt in ("", "x" * 257):
         with pytest.raises(ParameterError, match="cache_salt must be a string of 1 to 256 characters"):
             SamplingParams(cache_salt=salt)
-
-
-@pytest.mark.parametrize("isolated", [False, True])
-def test_flag_that_isolates_ngrams(isolated):
-    parser = argparse.ArgumentParser()
-    add_flags(parser, flags.Settings())
-    argv = ["--speculative-algorithm", "NGRAM", *["--speculative-ngram-isolate"] * isolated]
-    arguments = build.engine_arguments(read(parser.parse_args(argv), flags.Settings()))
-    assert arguments["config"].isolate_ngrams is isolated
-    assert arguments["draft"] == Ngram()
 
 
 def test_disabled_cache_keeps_no_page():

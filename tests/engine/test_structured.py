@@ -88,17 +88,6 @@ def check(engine: Engine, model, batch) -> list[Completion]:
     return completions
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("NONE", "NGRAM", "trees"))]
-)
-def test_text_equals_masked_plain_decoding(kind):
-    engine, batch = engine_of(kind), requests(9)
-    completions = check(engine, llama() if kind == "eagle3" else toy(), batch)
-    assert any(done.finish_reason["type"] == "stop" for done in completions)
-    bound = [done for (_, params), done in zip(batch, completions, strict=True) if params.grammar]
-    assert any(done.spec_accept_length > 1 for done in bound) == (kind != "NONE"), "forced tokens are drafts"
-
-
 ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
 
 

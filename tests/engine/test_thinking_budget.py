@@ -23,7 +23,6 @@ from engine_helpers import (
     spelled,
     wanted,
 )
-from family_helpers import load_family, save_family
 from harmony_helpers import SCRIPTS, harmony_engine, harmony_tokenizer
 from toy_models import Toy
 
@@ -204,29 +203,6 @@ def test_model_without_markers_ignores_the_budget():
     for value in (-1, -5):
         with pytest.raises(ParameterError, match="thinking_token_budget"):
             SamplingParams(thinking_token_budget=value)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_forced_ends_in_other_families(tmp_path, family):
-    """Recurrent layers and sliding windows resume after a forced end with the expected text."""
-    toy = load_family(save_family(tmp_path, family, vocab_size=48), family).toy
-    engine = make_engine(toy, DRAFTS["NGRAM"])
-    end, prompts = 7, [[5, 9, 11, 9, 11], [8, 20, 21, 22, 8, 20, 21], [30] * 9, [1, 2, 3]]
-    params = [
-        SamplingParams(max_new_tokens=16, seed=i, temperature=0.8 * (i % 2), thinking_token_budget=[0, 3, 6, 40][i])
-        for i in range(len(prompts))
-    ]
-    sequences = [engine.add(prompt, sampling) for prompt, sampling in zip(prompts, params, strict=True)]
-    for sequence, sampling in zip(sequences, params, strict=True):
-        most = sampling.thinking_token_budget or 0
-        sequence.budget = ThinkingBudget(str, most, -1, end, LEAD, begun=True, stops=[], forced=[end])
-    done = drain(engine)
-    for prompt, sampling, sequence in zip(prompts, params, sequences, strict=True):
-        tokens, gaps = expected(toy, prompt, sampling, True, end)
-        close = next((i for i, gap in enumerate(gaps) if gap < NEAR), len(tokens))
-        assert done[sequence.id].output_ids[:close] == tokens[:close]
-        assert end in tokens or sampling.thinking_token_budget == 40
-    check_idle(engine)
 
 
 # Harmony.

@@ -274,7 +274,7 @@ def test_packed_queries_with_earlier_keys(chosen: str, queries: int, window: int
     np.testing.assert_array_equal(pack_bits(visible), pack_bits(jnp.asarray(visible)))
 
 
-@interpreted
+@pytest.mark.parametrize("implementation", [TRITON])  # tests/core/test_truncated_draws.py has Pallas
 def test_top_k_and_top_p(chosen: str) -> None:
     """The tokens are a prefix of the sorted ones. Rounded logits have ties."""
     rng, vocab = np.random.default_rng(0), 1100
