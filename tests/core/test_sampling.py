@@ -216,21 +216,17 @@ def test_batch_independence(rng):
     Sampling(temperature=1.0, min_p=0.05, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
     Sampling(temperature=1.0, top_k=7, top_p=0.8, bias={3: 2.0}, stop_ids=(5,), min_tokens=9),
 ])  # fmt: skip
-@pytest.mark.parametrize("over", ["seeds", "positions"])
-def test_distribution_of_draws(params, over):
-    """Chi-square of 4096 draws against the exact distribution, over seeds or over positions."""
+def test_distribution_of_draws(params):
+    """Chi-square of 4096 draws against the exact distribution, over seeds."""
     count, vocab = 4096, 12
     logits = np.random.default_rng(3).normal(0, 0.7, vocab).astype(np.float32)
     prompt, generated = [1, 2, 2], [3, 3, 4]
     law = oracle.distribution(logits, params, prompt, generated)
     rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape[1:])), sampling_rows([params], vocab))
     past = history([prompt], [generated], vocab)
+    seeds = np.arange(count, dtype=np.uint32)
+    rows = rows._replace(seed=jnp.asarray(np.stack([seeds * 3, seeds], axis=1)))
     position = jnp.full(count, 6, jnp.int32)
-    if over == "seeds":
-        seeds = np.arange(count, dtype=np.uint32)
-        rows = rows._replace(seed=jnp.asarray(np.stack([seeds * 3, seeds], axis=1)))
-    else:
-        position = jnp.arange(count, dtype=jnp.int32)
     slots, active = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
     before, path = jnp.full(count, 3, jnp.int32), jnp.full((count, 1), -1, jnp.int32)
     stacked = jnp.broadcast_to(jnp.asarray(logits), (count, vocab))

@@ -10,18 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from distil import distilled, pair_model, perfect_head
+from distil import pair_model, perfect_head
 from draft_helpers import MAP, right_often
-from engine_helpers import make_engine
 from oracle import Sampling
 from test_gpu_lowering import decisions
 from toy_models import Runner, as_tree, sampling_rows
 
-from specjax.drafters import Context, TreeShape, eagle_drafter, options_of
+from specjax.drafters import Context, TreeShape, eagle_drafter
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
-from specjax.drafters.factories import make_speculation
 from specjax.models.draft_head import with_token_map
-from specjax.serve.control import describe
 from specjax.step import StepConfig
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
@@ -189,14 +186,3 @@ def test_accepted_drafts_equal_their_expectation():
     error = accepted.std() / rows**0.5
     assert expected > 0.5
     assert abs(accepted.mean() - expected) < 4 * error, (accepted.mean(), expected, error)
-
-
-@pytest.mark.parametrize("coupling", ["noise", "none"])
-def test_option_reaches_drafter_and_report(coupling):
-    toy, (config, params) = pair_model(), distilled("eagle3")
-    chosen = options_of("eagle3", steps=2, coupling=coupling)
-    speculation = make_speculation(chosen, target=toy.target, head=config)
-    assert speculation.coupling == coupling
-    engine = make_engine(toy, speculation, draft=params, warm=False)
-    assert describe(engine, "m")["speculative_coupling"] == coupling
-    assert make_speculation("NGRAM").coupling == "none"

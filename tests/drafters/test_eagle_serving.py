@@ -145,6 +145,7 @@ def test_make_speculation():
     config = small_head("eagle", toy)
     speculation = make_speculation("EAGLE", target=toy.target, head=config)
     assert speculation.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
+    assert (speculation.coupling, make_speculation("NGRAM").coupling) == ("noise", "none")
 
 
 def test_warnings(caplog):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from distil import pair_model, perfect_head
-from engine_helpers import NGRAM, check_idle, check_plain, check_texts, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_plain, check_texts, hold, make_engine, toy
 from server_helpers import SECONDS, wait_until
 
 from specjax.drafters import Eagle, TreeShape, make_speculation
@@ -47,20 +47,6 @@ def test_programs_of_an_8b_model_on_a_gpu(name, programs):
         ("prefill", 1, 2048),
         ("prefill", 8, 256),
     ]
-
-
-def hold(engine: Any, monkeypatch: Any, held: Callable[[Key], bool]) -> tuple[threading.Event, threading.Event]:
-    """Blocks the compilation of these keys. Returns an event that is set while one waits, and one that releases it."""
-    waiting, release, compile_ = threading.Event(), threading.Event(), engine.programs._compile
-
-    def compiled(key: Key) -> Any:
-        if held(key):
-            waiting.set()
-            assert release.wait(SECONDS)
-        return compile_(key)
-
-    monkeypatch.setattr(engine.programs, "_compile", compiled)
-    return waiting, release
 
 
 @pytest.mark.parametrize("costly", [False, True])

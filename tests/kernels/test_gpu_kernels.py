@@ -306,7 +306,7 @@ def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> No
     assert output.dtype == jnp.float32 and (np.abs(output - expected) <= 1e-5 * terms).all()
 
 
-@interpreted
+@pytest.mark.parametrize("implementation", [TRITON])  # test_quantised.py has Pallas
 def test_rows_with_their_own_matrices(chosen: str) -> None:
     leaf = on_device(leaf_of("MXFP4", (3 * 40,), 512))
     x, ids = jnp.asarray(np.random.default_rng(4).standard_normal((4, 512)), jnp.float32), jnp.array([2, 0, 2, 1])

@@ -191,26 +191,6 @@ def test_a_mask_shared_by_all_rows() -> None:
     assert_all_agree(every(functools.partial(tree_attention, **options))(*args[:9], shared), expected)
 
 
-def test_a_prefill_chunk_equals_its_tokens_in_turn() -> None:
-    """A causal block equals single queries over a growing prefix of the same tokens."""
-    spec = Spec("chunk", (11,), N=5, C=5, H=4, K=2, E=16, T=4, S=4)
-    args, options = spec.arguments()
-    q, _, _, k_pages, v_pages, table, _, positions, _, mask = args
-    token = jnp.arange(6, 11, dtype=jnp.int32)
-    k_block, v_block = (pages[table[0, token // 4], token % 4][None] for pages in (k_pages, v_pages))
-
-    def attend(q: jax.Array, k_block: jax.Array, v_block: jax.Array, prefix: int) -> np.ndarray:
-        at = positions[:, : q.shape[1]]
-        length = jnp.asarray([prefix], jnp.int32)
-        return run((q, k_block, v_block, k_pages, v_pages, table, length, at, at, mask), options, "xla")
-
-    whole = attend(q, k_block, v_block, 6)
-    for i in range(5):
-        token = slice(i, i + 1)
-        alone = attend(q[:, token], k_block[:, token], v_block[:, token], 6 + i)
-        np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=0, atol=1e-5)
-
-
 def pack(q, key, value) -> jax.Array:
     """The inverse of `unpack`."""
     B, N, H, E = q.shape
@@ -444,38 +424,6 @@ def test_temporary_memory_is_independent_of_pool_and_table(way: str) -> None:
     small = temporary(64, 64)
     assert temporary(4096, 64) == small
     assert temporary(4096, 512) <= small + 16 * 2 * 512 * 4  # A few int32 arrays of the page table's shape.
-
-
-@pytest.mark.optimized
-@both_ways
-def test_a_commit_in_the_same_program_does_not_copy_the_pool(way: str) -> None:
-    """Donated pools, attention, then a scatter whose indices depend on the result of attention."""
-    P = 2048
-
-    def step(pools, q, table, prefix, positions, bits):
-        new = []
-        for k_pages, v_pages in pools:
-            block = q[:, :, :2]
-            out = xla_attention(q, block, block, k_pages, v_pages, table, prefix, positions, positions, bits)
-            q = q + out
-            new.append(block)
-        keep = jnp.abs(q).sum((2, 3)) >= 0  # [B, N]; whether to write depends on the last layer.
-        free = jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32).reshape(q.shape[:2])
-        at = jnp.where(keep, jnp.take_along_axis(table, positions // 16, axis=1), P + free)
-        pools = [
-            tuple(pages.at[at, positions % 16].set(block, mode="drop", unique_indices=True) for pages in pair)
-            for pair, block in zip(pools, new, strict=True)
-        ]
-        return pools, q
-
-    q, _, _, pool, _, table, prefix, positions, _, bits = shapes(P, 64)
-    pools = [(pool, pool)] * 3
-    with tracing(way):
-        program = jax.jit(step, donate_argnums=0).lower(pools, q, table, prefix, positions, bits).compile()
-    memory = program.memory_analysis()
-    size = P * 16 * 2 * 64 * 4
-    assert memory.alias_size_in_bytes == 6 * size
-    assert memory.temp_size_in_bytes < size / 4
 
 
 @pytest.mark.parametrize(
