@@ -1,5 +1,4 @@
-"""docs/drafters.md and examples/medusa.py: their code runs unchanged, drafters do not change texts, the verifier
-accepts more, and `observe` receives the documented arguments."""
+"""docs/drafters.md and examples/medusa.py: their code runs unchanged, and the verifier accepts more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The EAGLE drafter against the oracle: every dialect, any events, any tree; golden trees; the whole step."""
+"""The EAGLE drafter against the oracle: every dialect, any events, any tree; the whole step."""
 
 import functools
 import json

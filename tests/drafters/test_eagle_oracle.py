@@ -1,4 +1,4 @@
-"""EAGLE's oracle: against trees and heads by hand, transformers' layer, and its golden file."""
+"""EAGLE's oracle: against trees and heads by hand, and transformers' layer."""
 
 import functools
 import math

@@ -183,7 +183,7 @@ def hold(engine: Engine, monkeypatch: Any, held: Callable[[Key], bool]) -> tuple
     def compiled(key: Key) -> Any:
         if held(key):
             waiting.set()
-            assert release.wait(120)
+            assert release.wait(240.0)
         return compile_(key)
 
     monkeypatch.setattr(engine.programs, "_compile", compiled)
