@@ -201,16 +201,6 @@ def test_draws_with_all_parts(rng):
         assert int(actual[i]) == expected.token or expected.gap < NEAR, (case[0][i], expected)
 
 
-@settings(max_examples=30)
-@given(rngs)
-def test_batch_independence(rng):
-    case = batch_of_draws(rng)
-    together = draw(*arguments(*case))
-    for i in range(2):
-        alone = [[part[i]] * BATCH for part in case[:4]] + [np.stack([part[i]] * BATCH) for part in case[4:]]
-        assert draw(*arguments(*alone)).tolist() == [int(together[i])] * BATCH
-
-
 @pytest.mark.parametrize("params", [
     Sampling(temperature=0.6, top_p=0.9),
     Sampling(temperature=1.0, min_p=0.05, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),

@@ -144,22 +144,6 @@ def test_min_tokens_on_the_path(temperature):
     assert verdict.path[0].tolist()[:3] == [0, 1, 2]
 
 
-def test_penalties_of_each_path():
-    """Low ids are slightly likelier, and each drawn token is penalised."""
-    #  root 0 ── 1 ── 2 ── 3    the accepted path
-    #       └ 2 ── 1 ── 3       tokens that must not count on the first path
-    tree = Tree((0, 1, 2, 3, 2, 1, 3), (-1, 0, 1, 2, 0, 4, 5))
-    logits = np.broadcast_to(-0.01 * np.arange(VOCABULARY, dtype=np.float32), (1, WIDTH, VOCABULARY))
-    for change in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"bias": {}, "repetition_penalty": 0.9}):
-        request = Sampling(**change)
-        verdict = run_verify([tree], logits, [request], [[5]], [[0]])
-        nodes, drawn, _ = expected_walk(tree, logits[0], request, [5], [0])
-        check_verdict(verdict, 0, nodes, drawn)
-    verdict = run_verify([tree], logits, [Sampling(presence_penalty=1.0)], [[5]], [[0]])
-    assert verdict.path[0].tolist() == [0, 1, 2, 3, 0, 0]
-    assert verdict.tokens[0].tolist()[:4] == [1, 2, 3, 4]
-
-
 @settings(max_examples=25)
 @given(rngs)
 def test_batch_independence(rng):

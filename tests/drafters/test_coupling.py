@@ -14,7 +14,7 @@ from distil import pair_model, perfect_head
 from draft_helpers import MAP, right_often
 from oracle import Sampling
 from test_gpu_lowering import decisions
-from toy_models import Runner, as_tree, sampling_rows
+from toy_models import Runner, sampling_rows
 
 from specjax.drafters import Context, TreeShape, eagle_drafter
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
@@ -157,32 +157,3 @@ def test_noise_takes_fewer_steps(kind, shape):
         steps[coupling] = [len(result.emitted) for result in runner.generate(requests)]
     assert steps["noise"][0] == steps["none"][0], "greedy"
     assert sum(steps["noise"]) < sum(steps["none"]), steps
-
-
-def test_accepted_drafts_equal_their_expectation():
-    """Without coupling all seeds have one tree; the mean over many is the sum over nodes of the product of p along the
-    path (docs/algorithms.md)."""
-    rows, prompt, root, shape = 1024, [4, 9], 13, (3, 4, 12)
-    toy, params, make = right_often("eagle")
-    drafter = make(TreeShape(*shape), coupling="none")
-    runner = Runner(
-        toy, drafter, rows=rows, page_size=4, pages_a_row=2, chunk=2, draft=params,
-        config=StepConfig(nodes=shape[2], trace=True),
-    )  # fmt: skip
-    for row in range(rows):
-        runner.admit(row, prompt, Sampling(max_tokens=20, temperature=1.0, seed=row))
-    runner.prefill([prompt] * rows, forced=root)
-    output = runner.step([True] * rows)
-    tree = jax.tree.map(lambda leaf: leaf[0], output.trace.tree)
-    assert np.array_equal(output.trace.tree.tokens[:rows], np.broadcast_to(tree.tokens, (rows, shape[2])))
-    plain = as_tree(output.trace.tree, 0)
-
-    def probabilities(path: tuple[int, ...]) -> np.ndarray:
-        p = np.exp(toy.logits([*prompt, root, *path]).astype(np.float64))
-        return p / p.sum()
-
-    expected = oracle.expected_accepted(plain, probabilities)
-    accepted = output.accepted[:rows]
-    error = accepted.std() / rows**0.5
-    assert expected > 0.5
-    assert abs(accepted.mean() - expected) < 4 * error, (accepted.mean(), expected, error)
