@@ -118,23 +118,13 @@ def test_served_from_folders(saved):
     check_idle(engine)
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ((), "^--speculative-draft-model-path is missing: STANDALONE needs a draft model$"),
-        (
-            ("other",),
-            "^--speculative-draft-model-path .*other: its tokenizer is not the target's: id 0 is .* in the target's "
-            ".*; a draft model with the target's tokenizer is needed$",
-        ),
-        (("nowhere",), "^--speculative-draft-model-path .*nowhere"),
-    ],
-)
-def test_refused_drafts(saved, paths, message):
-    path = str(saved / paths[0]) if paths else None
-    chosen = flags.Settings(
-        model=flags.ModelSettings(model=str(saved / "model")),
-        speculative=flags.SpeculativeSettings(speculative_algorithm="STANDALONE", speculative_draft_model_path=path),
+def test_draft_with_another_tokenizer(saved):
+    """test_eagle_serving.py has the other refusals."""
+    speculative = flags.SpeculativeSettings("STANDALONE", speculative_draft_model_path=str(saved / "other"))
+    chosen = flags.Settings(flags.ModelSettings(model=str(saved / "model")), speculative=speculative)
+    message = (
+        "^--speculative-draft-model-path .*other: its tokenizer is not the target's: id 0 is .* in the target's .*; a "
+        "draft model with the target's tokenizer is needed$"
     )
     with pytest.raises(ValueError, match=message):
         build.make_engine(chosen, progress=False)
