@@ -213,44 +213,6 @@ def test_inactive_and_finished_rows_do_not_change():
     assert row_of(runner.state, 0) == before
 
 
-@pytest.mark.parametrize(
-    ("toy", "drafter", "chunks"),
-    [
-        (TABLES["everything"], "listed", (1, 5, 19)),
-        (tiny_llama, "none", (5, 32)),
-    ],
-)
-def test_prefill_in_chunks(toy, drafter, chunks):
-    toy, text = toy(), np.random.default_rng(0).integers(0, VOCABULARY, 19).tolist()
-    results = []
-    for chunk in chunks:
-        runner = new_runner(toy, drafter)
-        runner.admit(0, text, Sampling(max_tokens=9, temperature=1.0, seed=3))
-        first = runner.prefill([text], chunk=chunk)
-        results.append((first.tokens.tolist(), runner.committed(0, 0)[:19]))
-        assert runner.committed(0)[19:].max() == UNTOUCHED
-    for tokens, keys in results[1:]:
-        assert tokens == results[0][0]
-        np.testing.assert_allclose(keys, results[0][1], atol=1e-5)
-
-
-def test_resumed_request():
-    """Prompt and output are committed again; the last token is forced, not drawn, and counts once."""
-    runner = table_runner("last two", "listed")
-    request = Sampling(max_tokens=20, temperature=1.0, seed=9, frequency_penalty=0.4, min_tokens=10, stop_ids=(1, 2))
-    prompt = [1, 2, 3, 4, 5, 6, 0]
-    whole = runner.generate([(prompt, request)])[0]
-    assert len(whole.tokens) > 8
-    for kept in (1, 4, 8):
-        output = whole.tokens[:kept]
-        runner.admit(1, prompt, request, output=output)
-        forced = runner.prefill([[], prompt + output[:-1]], forced=output[-1])
-        assert (forced.emitted.tolist(), forced.finish.tolist()) == ([0], [RUNNING])
-        done = Finished([], STOP, [], [])
-        resumed = runner.decode([done, Finished(list(output), RUNNING, [], [])])[1]
-        assert (resumed.tokens, resumed.finish) == (whole.tokens, whole.finish)
-
-
 def test_draft_limit():
     for limit, emitted in ((0, [1] * 12), (1, [2] * 6), (2, [3] * 4), (9, [4] * 3)):
         assert counter().generate([([0], Sampling(max_tokens=13))], draft_limit=limit)[0].emitted == emitted

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import scipy.stats
 from distil import distilled, pair_model
-from engine_helpers import DRAFTS, check_idle, make_engine, toy, wanted
+from engine_helpers import DRAFTS, check_idle, make_engine, toy
 from grammar_helpers import OBJECT, follows
 from hypothesis import given, settings
 from oracle import Sampling
@@ -138,35 +138,6 @@ REFUSED = [
 def test_refused_fields(verifier, fields, message):
     with pytest.raises(ValueError, match=message):
         verifier(**fields)
-
-
-def test_engine_with_thresholds():
-    """Tokens are draws of the target, or drafts above the threshold; requests without drafts have the lossless text."""
-    model, single = toy(), 0.05
-    engine = make_engine(model, DRAFTS["NGRAM"], verify=AcceptAbove(single))
-    exact = make_engine(model, DRAFTS["NGRAM"])
-    params = [
-        SamplingParams(max_new_tokens=60, temperature=t, seed=i, origins=True)
-        for i, t in enumerate((0.0, 0.7, 1.0, 1.2))
-    ]
-    prompts = [list(range(70 + i, 90 + i)) * 2 for i in range(4)]
-    changed = 0
-    for prompt, sampling, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert len(done.output_ids) == 60
-        for i, token in enumerate(done.output_ids):
-            before, rule = done.output_ids[:i], wanted(sampling)
-            logits = model.logits([*prompt, *before])
-            drawn = oracle.draw(logits, rule, prompt, before)
-            if token != drawn.token and drawn.gap > 1e-3:
-                changed += 1
-                assert sampling.temperature > 0
-                assert oracle.distribution(logits, rule, prompt, before)[token] > single - 1e-4
-    assert changed > 3
-    undrafted = [SamplingParams(max_new_tokens=30, temperature=1.0, seed=9, draft_limit=0)] * 2
-    assert [one.output_ids for one in engine.generate(prompts[:2], undrafted)] == [
-        one.output_ids for one in exact.generate(prompts[:2], undrafted)
-    ]
-    check_idle(engine)
 
 
 @pytest.mark.parametrize("drafts", ["NGRAM", "EAGLE3"])

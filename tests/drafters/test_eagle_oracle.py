@@ -4,12 +4,9 @@ import functools
 import math
 
 import eagle_oracle as eagle
-import jax
 import numpy as np
-import oracle
 import pytest
 from eagle_oracle import NO_PARENT, HeadSpec, draft_tree, grow_tree, head_forward
-from toy_models import tiny_llama
 
 
 def logs(*probabilities):
@@ -79,26 +76,6 @@ def test_ties():
     assert mapped.gap == pytest.approx(math.log(4))  # between the levels; ties are none
 
 
-def test_gaps():
-    """Continuations -1, -1.25, -2, -4; the taken two are .25 apart, the second and the third .75."""
-    tree = grow_tree(lambda path: np.float32([-1.25, -1, -2, -4]), 0, 1, 2, 3)
-    assert (tree.tokens, tree.gap, tree.order_gap) == ([0, 1, 0], 0.75, 0.25)
-    # An exact tie at the edge is settled by the id; the next that differs is .5 below.
-    assert grow_tree(lambda path: np.float32([-1, -1.5, -1]), 0, 1, 1, 2).gap == 0.5
-    # Rerank: one place for -1 and -1.25.
-    assert grow_tree(lambda path: np.float32([-1.25, -1, -2, -4]), 0, 1, 2, 2).gap == 0.25
-
-
-def test_expected_accepted():
-    """The tree of six, under a target that gives each of four tokens 1/4, and under one that is its draft."""
-    rows = [[0.5, 0.3, 0.2, 0], [0.1, 0.1, 0.1, 0.7], [0.25] * 4, [0.6, 0.4, 0, 0]]
-    tree = grow_tree(markov(*rows), 0, 2, 2, 6)
-    plain = oracle.Tree(tuple(tree.tokens), tuple(tree.parents))
-    assert oracle.expected_accepted(plain, lambda path: [0.25] * 4) == 2 * 0.25 + 3 * 0.0625
-    itself = oracle.expected_accepted(plain, lambda path: rows[path[-1] if path else 0])
-    assert itself == pytest.approx(0.5 + 0.3 + 0.25 + 0.15 + 0.21)
-
-
 # Trees at random.
 
 
@@ -120,22 +97,6 @@ def small_head(kind, **changes):
     return tensors | {
         name.replace("layer.", f"{layer}."): np.asarray(value, np.float32) for name, value in changes.items()
     }
-
-
-def test_logits_and_ids():
-    target_head, out = np.float32([[1, 0], [0, 1], [1, 1], [2, 0]]), np.float32([3, 4])
-    spec, spec3 = HeadSpec("eagle", 1, 2), HeadSpec("eagle3", 1, 2, eps=0)
-    assert eagle.draft_logits({}, spec, out, target_head).tolist() == [3, 4, 7, 6]
-    assert eagle.draft_logits({}, spec, out, target_head, [3, 1]).tolist() == [6, 4]
-    assert eagle.target_ids({}, spec, 4).tolist() == [0, 1, 2, 3]
-    assert eagle.target_ids({}, spec, 4, [3, 1]).tolist() == [3, 1]
-    stored = {
-        "lm_head.weight": np.float32([[1, 0], [0, 2]]),
-        "norm.weight": np.float32([1, 10]),
-        "d2t": np.array([1, 2]),
-    }
-    np.testing.assert_allclose(eagle.draft_logits(stored, spec3, out, target_head), [0.8485, 22.627], rtol=1e-4)
-    assert eagle.target_ids(stored, spec3, 4, [3, 1]).tolist() == [1, 3]  # offsets; its own map, not the flag's
 
 
 # The head against transformers.
@@ -259,17 +220,3 @@ def test_head_that_doubles_its_feature():
     expected = grow_tree(lambda path: eagle.log_softmax(head @ features[1] * 2 ** (len(path) + 1)), 2, **settings)
     assert structure(tree) == structure(expected)
     np.testing.assert_allclose(tree.scores, expected.scores, atol=1e-6)
-
-
-def test_features_of_a_llama():
-    toy = tiny_llama()
-    params, config = jax.tree.map(np.asarray, toy.params), toy.target.config
-    tokens = [1, 5, 2, 9]
-    final = eagle.llama_features(params, config, tokens)
-    assert final.dtype == np.float32 and final.shape == (4, config.hidden_size)
-    np.testing.assert_allclose(final @ params["head"], oracle.llama_logits(params, config, tokens), atol=1e-4)
-    aux_layers = eagle.llama_features(params, config, tokens, aux_layers=(1, 0))
-    states = oracle.llama_states(params, config, tokens)
-    np.testing.assert_allclose(aux_layers, np.concatenate([states[2], states[1]], axis=1), rtol=1e-6)
-    last = oracle.rms_norm(aux_layers[:, : config.hidden_size], params["final_norm"], config.norm_epsilon)
-    np.testing.assert_allclose(last, final, atol=1e-5)
