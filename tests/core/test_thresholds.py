@@ -182,9 +182,8 @@ def test_lossless_verifiers():
     assert not is_lossless(lambda *args, **options: verify_tree(*args, **options)), "it may do anything"
 
 
-@pytest.mark.parametrize("verifier", [AcceptAbove(0.02, 0.5), SyntheticAcceptance((1.0, 0.9, 0.8))])
-def test_lossy_verifiers_with_a_grammar(verifier):
-    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=verifier)
+def test_lossy_verifier_with_a_grammar():
+    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=AcceptAbove(0.02, 0.5))
     params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
     for done in engine.generate([list(range(70, 80))] * 4, params):
         assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from engine_helpers import NGRAM, make_engine, shared_engine, toy
+from engine_helpers import NGRAM, make_engine, toy
 from oracle import NO_PARENT
 from toy_models import Runner, random_table, table_model
 
@@ -51,10 +51,7 @@ PROMPTS = [[70, 71, 72] * 4, "the the the", [70, 71] * 5, [40] * 9, [5, 6]]
 
 def test_trees_of_an_engine():
     engine = make_engine(toy(), NGRAM, trace=True)
-    plain = shared_engine("NGRAM")
-    for done, expected in zip(engine.generate(PROMPTS, PARAMS), plain.generate(PROMPTS, PARAMS), strict=True):
-        assert done.output_ids == expected.output_ids
-        assert expected.trees == []
+    for done in engine.generate(PROMPTS, PARAMS):
         assert len(done.trees) == done.spec_verify_ct
         text = done.output_ids[:1]  # prefill draws the first token
         for tree in done.trees:

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from distil import pair_model, perfect_head
-from draft_helpers import MAP, right_often
+from draft_helpers import MAP
 from oracle import Sampling
 from test_gpu_lowering import decisions
 from toy_models import Runner, sampling_rows
@@ -21,7 +21,6 @@ from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.models.draft_head import with_token_map
 from specjax.step import StepConfig
 
-CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
 REQUESTS = [
     ([1, 2, 3], Sampling(max_tokens=41)),
     ([7] * 9, Sampling(max_tokens=41, temperature=0.3, seed=3)),
@@ -137,23 +136,3 @@ def test_perfect_draft_is_accepted_at_any_temperature(mapped, truncated):
         assert result.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
         proposed = set(MAP.tolist()) if mapped else set(range(toy.vocab))
         assert list(result.emitted) == accepted_within(result.tokens, CHAIN.steps, proposed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("eagle3", CHAIN),
-        *(pytest.param(kind, TREE, marks=pytest.mark.slow) for kind in ("eagle map", "eagle3", "standalone")),
-    ],
-)
-def test_noise_takes_fewer_steps(kind, shape):
-    toy, params, make = right_often(kind)
-    requests = [([token % toy.vocab for token in prompt], request) for prompt, request in REQUESTS]
-    steps = {}
-    for coupling in ("noise", "none"):
-        drafter = make(shape, coupling=coupling)
-        config = StepConfig(drafter.width)
-        runner = Runner(toy, drafter, rows=len(requests), pages_a_row=16, draft=params, config=config)
-        steps[coupling] = [len(result.emitted) for result in runner.generate(requests)]
-    assert steps["noise"][0] == steps["none"][0], "greedy"
-    assert sum(steps["noise"]) < sum(steps["none"]), steps

@@ -49,7 +49,7 @@ def test_texts_of_prompts_that_share_forwards(kind, algorithm):
         model, DRAFTS[algorithm], max_running_requests=8, max_total_tokens=480, chunked_prefill_size=16,
         context_length=96,
     )  # fmt: skip
-    engine.warm_up(progress=False)
+    engine.warm_up([key for key in engine.buckets.all_keys() if key.kind == "prefill"], progress=False)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 9, 15, 16, 17, 33, 60], 24)]
     params = [SamplingParams(max_new_tokens=8, temperature=float(i % 2), seed=i) for i in range(24)]

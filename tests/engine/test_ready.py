@@ -67,8 +67,7 @@ def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
         assert len(engine.programs.compiled()) == 2
     finally:
         release.set()
-    assert engine.programs.wait(SECONDS)
-    assert engine.programs.compiled() == {*engine.buckets.all_keys()}
+        assert engine.programs.close(SECONDS)
 
 
 def test_phases_of_a_start_are_logged(caplog):
@@ -130,11 +129,10 @@ def is_wide(key: Key) -> bool:
     return key.table > plan.TABLE
 
 
-@pytest.mark.parametrize("name", ["NONE", "NGRAM"])
-def test_wide_table_compiles_when_a_request_needs_it(monkeypatch, name):
+def test_wide_table_compiles_when_a_request_needs_it(monkeypatch):
     """Long requests wait for it, others go on. One grows from the narrow table into the wide one."""
     monkeypatch.setattr(plan, "TABLE", 8)
-    engine = make_engine(toy(), {"NONE": "NONE", "NGRAM": NGRAM}[name], adaptive=True, warm=False)
+    engine = make_engine(toy(), "NONE", warm=False)
     assert engine.buckets.tables == (8, 32)
     engine.warm_up(progress=False)
     assert not any(map(is_wide, engine.programs.compiled()))

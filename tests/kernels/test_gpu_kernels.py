@@ -172,7 +172,7 @@ SHAPES = (
 
 
 @interpreted
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_shapes_lengths_and_splits(implementation: str, data: st.DataObject) -> None:
     """Few shapes, so that few programs are compiled; many lengths, tables, trees and holes."""
