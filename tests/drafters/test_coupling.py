@@ -21,6 +21,7 @@ from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.models.draft_head import with_token_map
 from specjax.step import StepConfig
 
+CHAIN = TreeShape(4, 1, 5)
 REQUESTS = [
     ([1, 2, 3], Sampling(max_tokens=41)),
     ([7] * 9, Sampling(max_tokens=41, temperature=0.3, seed=3)),
