@@ -27,8 +27,6 @@ REQUESTS = [
     ([7] * 9, Sampling(max_tokens=41, temperature=0.3, seed=3)),
     ([40, 5], Sampling(max_tokens=41, temperature=1.0, seed=2**40 + 1)),
     ([11], Sampling(max_tokens=41, temperature=1.7, seed=4)),
-    ([40, 5], Sampling(max_tokens=31, temperature=0.9, seed=6, top_p=0.8, frequency_penalty=0.4, bias={3: 2.0})),
-    ([9, 8], Sampling(max_tokens=31, temperature=1.2, seed=7, top_k=5, min_p=0.05, repetition_penalty=1.3)),
 ]
 
 TRUNCATED = [
