@@ -137,10 +137,9 @@ def test_perfect_drafter_in_the_engine(temperature):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("topk", [None, 1])
-def test_traces_of_absurd_trees(topk):
+def test_traces_of_absurd_trees():
     """A trace has the nodes below the root that could be accepted, and can be drawn."""
-    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"), topk=topk)
+    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"))
     engine = make_engine(toy(), drafter, draft=jnp.uint32(0), trace=True)
     for seed in range(6):
         engine.params = engine.params._replace(draft=jnp.uint32(seed))

@@ -86,7 +86,7 @@ def test_draws_at_all_nodes_equal_the_walk(grammar: bool) -> None:
     """Rows with any parameters, some greedy, some inactive."""
     vocab, width, depth, batch = 31, 6, 4, 4
     accepted = 0
-    for seed in range(25):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
         requests = [some_sampling(rng, vocab) for _ in range(batch)]
         prompts, texts = rng.integers(0, vocab, (2, batch, 5)).tolist()
@@ -114,7 +114,7 @@ def test_draws_at_all_nodes_equal_the_walk(grammar: bool) -> None:
         visited = (np.asarray(walk.drawn) >= 0) & np.asarray(active)[:, None]
         np.testing.assert_array_equal(np.asarray(straight.drawn)[visited], np.asarray(walk.drawn)[visited])
         accepted += int(np.asarray(walk.accepted)[rows].sum())
-    assert accepted > 25
+    assert accepted > 12
 
 
 @pytest.mark.parametrize("count", [3, 16, 20, 35])

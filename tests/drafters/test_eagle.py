@@ -18,7 +18,7 @@ from specjax.drafters import TreeShape, eagle_drafter
 from specjax.models.draft_head import with_token_map
 from specjax.step import StepConfig
 
-SHAPES = [(1, 1, 2), (4, 1, 5), (1, 5, 6), (3, 2, 6), (3, 4, 37), (5, 8, 32), (2, 16, 9)]
+SHAPES = [(1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 8, 32), (2, 16, 9)]
 """Steps, top-k, draft tokens; the last is wider than the draft vocabularies of 11 tokens."""
 
 
@@ -85,7 +85,10 @@ class Head(Driven):
 EVENTS = [((7, 1, 4), 8), ((1, 0, 3), 8), ((3, 2, 0), 8), ((2, 8, 6), 8)]
 """Tokens to observe of each row, and the width of the block."""
 
-REPEATED = {"eagle-nobias", "eagle3-norm-before-residual", "eagle3-speculators", "mtp-nobias"}
+REPEATED = {
+    "eagle-nobias", "eagle-qwen2", "eagle-speculators", "eagle3-model-prefix", "eagle3-norm-before-residual",
+    "eagle3-speculators", "mtp", "mtp-nobias",
+}  # fmt: skip
 """Dialects whose differences other cases cover."""
 
 

@@ -114,11 +114,10 @@ class World:
 
 @pytest.mark.parametrize("snapshots", [None, 1, 6])
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("seed", range(2))
-def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
+def test_shared_pages_hold_the_expected_tokens(policy, snapshots):
     """Random requests with common prefixes in a pool that is too small for them."""
-    rng = random.Random(seed)
-    world = World(rng, pages=20 + 2 * (seed % 3), rows=4, policy=policy, snapshots=snapshots)
+    rng = random.Random(0)
+    world = World(rng, pages=20, rows=4, policy=policy, snapshots=snapshots)
     scheduler = world.scheduler
     for _ in range(700):
         if len(scheduler.waiting) < 5 and rng.random() < 0.5:

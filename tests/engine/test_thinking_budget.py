@@ -112,7 +112,7 @@ PROMPTS: list[tuple[list[int], bool | None]] = [
 @pytest.mark.parametrize(
     ("algorithm", "config"),
     [
-        ("NONE", {}), ("NGRAM", {"prefix_cache": False}),
+        ("NGRAM", {"prefix_cache": False}),
         ("EAGLE3", {"overlap": False, "max_total_tokens": 96, "max_running_requests": 6, "context_length": 96}),
     ],
 )  # fmt: skip
@@ -143,10 +143,9 @@ def test_end_of_thoughts_at_the_limit_of_tokens():
     check_idle(engine)
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
-def test_stops_beside_a_forced_end(algorithm):
+def test_stops_beside_a_forced_end():
     """Stop strings of the thoughts, of the forced end and of the answer; stop tokens, also the end itself."""
-    engine, prompt = engine_of(algorithm), [7, 9, BEGIN]
+    engine, prompt = engine_of("EAGLE3"), [7, 9, BEGIN]
     fields = {"max_new_tokens": 20, "thinking_token_budget": 4, "logit_bias": {END: -100.0}}
     plain = engine.generate(prompt, fields)
     assert plain.output_ids[4] == END and plain.output_ids.count(END) == 1

@@ -294,8 +294,10 @@ def on_device(leaf: Quantised) -> Quantised:
 
 
 @interpreted
-@pytest.mark.parametrize("name", IN_FEW_BITS)
-@pytest.mark.parametrize(("rows", "dtype"), [(3, "float32"), (17, "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [(name, 3, "float32") for name in IN_FEW_BITS] + [(name, 17, "bfloat16") for name in ("Q4_1", "fp8 blocks")],
+)
 def test_quantised_products(chosen: str, name: str, rows: int, dtype: str) -> None:
     """Codes are exact in both dtypes, and scales are applied to float32 sums."""
     leaf = on_device(leaf_of(name, (48,), 512))

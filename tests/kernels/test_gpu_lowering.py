@@ -77,6 +77,8 @@ def test_the_draft_loop_runs_without_the_host(shape):
         assert "stablehlo.dot_general" in text, "the head's forward"
         assert not decisions(text), name
         assert not ASKS_THE_HOST.findall(text), name
+    if shape == "chain":
+        return
     # Sampling has loops and branches, so they are recognised.
     text = for_gpu(*phases["step"])
     assert set(decisions(text)) >= {"stablehlo.while", "stablehlo.case"}

@@ -157,7 +157,7 @@ def test_reference_is_the_definition(name: str) -> None:
     np.testing.assert_allclose(run(args, options, "reference"), oracle(args, options), rtol=0, atol=1e-5)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     """Shapes from few values, so that few programs are compiled; lengths, tables, trees and seeds from many."""
@@ -198,10 +198,7 @@ def pack(q, key, value) -> jax.Array:
     return jnp.concatenate([q.reshape(B, N, K, H // K, E), key[:, :, :, None], value[:, :, :, None]], axis=3)
 
 
-PACKED = (
-    "mixed-prefix", "inactive-tree", "tree-33", "gqa-1", "gqa-3", "width-80", "window-tree-holes", "bfloat16", "sinks",
-    "sinks-bfloat16",
-)  # fmt: skip
+PACKED = ("mixed-prefix", "inactive-tree", "tree-33", "gqa-3", "width-80", "window-tree-holes", "sinks-bfloat16")
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -515,7 +512,7 @@ def test_the_cpu_kernel_with_large_scores_and_unseen_rows() -> None:
 @pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [(name, 24) for name in SMALL] + [(name, xla_path.GPU_TOKENS) for name in ("mixed-prefix", "holes", "latent-tree")],
+    [(name, 24) for name in SMALL[::2]] + [(name, xla_path.GPU_TOKENS) for name in ("holes", "latent-tree")],
 )
 def test_xla_operations_of_a_gpu(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch of other platforms: all pages at once, or in chunks if these are too many."""

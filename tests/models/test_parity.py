@@ -131,7 +131,16 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+ALIKE = {
+    "llama 2", "llama 3.2", "llama linear", "biases", "qwen2", "mimo", "qwen3", "gpt oss plain", "phi 3", "phi 4 mini",
+    "qwen3.5 moe", "deepseek v3 lite",
+}  # fmt: skip
+"""Shapes whose trees and single rows are computed as those of others; slow."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(shape, marks=pytest.mark.slow if shape in ALIKE else ()) for shape in SHAPES]
+)
 def model(request, folders) -> Model:
     import transformers
 
