@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch
-from engine_helpers import NEAR, check_idle, force_drafts, make_engine
+from engine_helpers import NEAR, check_idle, force_drafts, largest_step, make_engine
 from oracle import Sampling
 from toy_models import Runner
 
@@ -30,7 +30,9 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
         toy, drafter, draft=params, max_total_tokens=100, overlap=False, context_length=LONGEST, max_running_requests=3,
         adaptive=kind == "eagle3", warm=False,
     )  # fmt: skip
-    engine.warm_up(progress=False)
+    step = largest_step(engine)
+    sizes = [step._replace(nodes=nodes) for nodes in engine.buckets.sizes(step.width)]
+    engine.warm_up([engine.buckets.ready_keys()[0], *sizes], progress=False)
     if engine.policy is not None:
         force_drafts(engine, lambda: rng.random() < 0.5)
     alive, starts, checked, aborted = {}, {}, 0, 0
