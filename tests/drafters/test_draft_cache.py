@@ -34,7 +34,8 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
     sizes = [step._replace(nodes=nodes) for nodes in engine.buckets.sizes(step.width)]
     engine.warm_up([engine.buckets.ready_keys()[0], *sizes], progress=False)
     if engine.policy is not None:
-        force_drafts(engine, lambda: rng.random() < 0.5)
+        choices = np.random.default_rng(8)
+        force_drafts(engine, lambda: choices.random() < 0.5)
     alive, starts, checked, aborted = {}, {}, 0, 0
     for turn in range(70):
         if turn < 50 and len(alive) < 5 and rng.random() < 0.5:
