@@ -215,7 +215,8 @@ REFUSED: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
     (("STANDALONE",), (f"{DRAFT} is missing: STANDALONE needs a draft model",)),
     *(((name, DRAFT, "h"), (f"{DRAFT} h is no use to ", f"{ALGORITHM} EAGLE or EAGLE3"))
       for name in ("none", "ngram", "auto")),
-    *(((name, DRAFT, "/nowhere"), (f"{DRAFT} /nowhere", "'/nowhere' is ")) for name in ("EAGLE", "STANDALONE")),
+    (("STANDALONE", DRAFT, "/nowhere"), (f"{DRAFT} /nowhere",)),
+    (("EAGLE", DRAFT, "/nowhere"), (f"{DRAFT} /nowhere: '/nowhere' is ",)),
     (("EAGLE", DRAFT, HERE), (f"{DRAFT} {HERE}: '{HERE}' is ",)),
     (("EAGLE", DRAFT, HERE.parent), ("has no config.json",)),
     ((*NOWHERE, STEPS, 2, TOPK, 2, NODES, 8), (f"{NODES} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7")),
