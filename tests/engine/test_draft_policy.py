@@ -89,8 +89,8 @@ def test_policy_follows_changes():
     """Of acceptance and of the time of a step. Useless drafts cost no more than the trials."""
     policy = DraftPolicy(lambda batch: 1.7, 2.0)
     for chance, tree, expected in ((0.9, 1.7, TREES), (0.0, 1.7, 1), (0.9, 1.7, TREES), (0.9, 5.0, 1)):
-        simulate(policy, 4000, 0.01, 0.01 * tree, chance)
-        rate, nodes = simulate(policy, 2000, 0.01, 0.01 * tree, chance)
+        simulate(policy, 6000, 0.01, 0.01 * tree, chance)
+        rate, nodes = simulate(policy, 4000, 0.01, 0.01 * tree, chance)
         assert nodes.count(expected) > 0.9 * len(nodes), (chance, tree)
         if chance == 0.0:
             assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01 and 0 < nodes.count(TREES) < 0.02 * len(nodes)
