@@ -11,7 +11,7 @@ import oracle
 import pytest
 import scipy.stats
 from distil import distilled, pair_model
-from engine_helpers import DRAFTS, check_idle, make_engine, toy
+from engine_helpers import DRAFTS, check_idle, make_engine, toy, wanted
 from grammar_helpers import OBJECT, follows
 from hypothesis import given, settings
 from oracle import Sampling
