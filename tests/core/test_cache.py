@@ -50,32 +50,6 @@ def test_commit_of_a_path():
         assert not leaf.any()
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("dtype", [None, "float32", "bool"])
-def test_commit_depends_on_reads(dtype):
-    """Without `after`, XLA:CPU copies the pool."""
-    specs = tuple(PageSpec((64,), "float32", (None,)) for _ in range(3))
-    pool = PoolShape(pages=512, page_size=16)
-
-    def step(cache, table, start, length):
-        x, rows = jnp.ones((2, 64), jnp.float32), []
-        for pages in cache:
-            rows.append(x[:, None])
-            held = pages[table].reshape(2, -1, 64)
-            x = jnp.tanh(jnp.einsum("bt,btm->bm", jax.nn.softmax(jnp.einsum("bm,btm->bt", x, held)), held) + x)
-        after = () if dtype is None else (x > 0).astype(dtype)
-        return commit(cache, tuple(rows), table, start, length, after=after), x
-
-    shapes = (
-        jax.eval_shape(lambda: init_cache(specs, pool)), jax.ShapeDtypeStruct((2, 8), jnp.int32),
-        *[jax.ShapeDtypeStruct((2,), jnp.int32)] * 2,
-    )  # fmt: skip
-    memory = jax.jit(step, donate_argnums=0).lower(*shapes).compile().memory_analysis()
-    leaf = 512 * 16 * 64 * 4
-    assert memory.alias_size_in_bytes == 3 * leaf
-    assert (memory.temp_size_in_bytes >= leaf) == (dtype is None), memory.temp_size_in_bytes
-
-
 def test_committed_tokens_of_a_context():
     pages = jnp.full(POOL, 99, jnp.int32)
     table, length = jnp.array([[9, 2, 10], [3, 10, 10]], jnp.int32), jnp.array([6, 1], jnp.int32)

@@ -6,8 +6,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ import jax
 import pytest
 from engine_helpers import make_engine, toy
 from tiny_checkpoints import save_llama
-from train_helpers import environment
 
 from specjax import gpu, make_speculation, make_steps
 from specjax.cli import build, flags
@@ -357,26 +354,6 @@ def test_commands_refuse_and_the_library_warns(start, machine, caplog):
     machine(H200, plugin=None)
     build.claim_gpu(flags.Settings())  # the CPU is used, with a warning
     gpu.warn_of_problem.cache_clear()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [("0.0.1", "jax-cuda12-plugin 0.0.1 does not fit jaxlib"), (JAXLIB, "docker run --gpus all")],
-)
-def test_command_with_a_plugin_that_does_not_start(tmp_path, version, message):
-    """A module as JAX's plugin, on this machine without a GPU."""
-    if any(map(os.path.exists, gpu.DEVICE_FILES)):
-        pytest.skip("this machine has a GPU")
-    (tmp_path / "jax_cuda12_plugin.py").touch()
-    metadata = tmp_path / f"jax_cuda12_plugin-{version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: {version}\n")
-    variables = environment() | {"JAX_PLATFORMS": ""}
-    variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
-    command = [sys.executable, "-m", "specjax", "serve", "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
-    assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
 
 
 @pytest.mark.parametrize("memory", [8 * GB, 141 * GB])

@@ -8,39 +8,15 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-from quantised_formats import packed
 from specjax_kernels import quantise
-from specjax_kernels.quantised import unpack
 
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.checkpoint.parameters import ahead, aligned_empty, quantise_leaf
-from specjax.checkpoint.quantised import BLOCK_BYTES, pack_awq, pack_rows
+from specjax.checkpoint.quantised import BLOCK_BYTES
 from specjax.checkpoint.weights import save_shards
 from specjax.models.params import Leaf, Scope, Tensor, placements
 
 WIDTH, INNER, VOCABULARY, LAYERS = 512, 2048, 4096, 8
-
-
-def stored_bytes(codes: np.ndarray) -> np.ndarray:
-    """Byte j of 32 codes holds code j and, in its high half, code j + 16."""
-    packed_codes = np.zeros((len(codes), codes.shape[1] // 2), np.uint8)
-    for run in range(codes.shape[1] // 32):
-        for j in range(16):
-            packed_codes[:, 16 * run + j] = codes[:, 32 * run + j] + 16 * codes[:, 32 * run + j + 16]
-    return packed_codes
-
-
-@pytest.mark.parametrize("compiled", ["0", "1"])
-@pytest.mark.parametrize("out", [8, 136])
-def test_packing_of_four_bits(out, compiled, monkeypatch):
-    monkeypatch.setenv("SPECJAX_CPU_KERNELS", compiled)
-    codes = np.random.default_rng(out).integers(0, 16, (out, 96), np.uint8)
-    wanted, words = stored_bytes(codes), packed(codes, 4)
-    for layout in (words, np.ascontiguousarray(words.T).T):
-        np.testing.assert_array_equal(pack_rows(layout), wanted)
-    shuffled = codes.T.reshape(96, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(96, -1)
-    np.testing.assert_array_equal(pack_awq(packed(shuffled, 4)), wanted)
-    np.testing.assert_array_equal(unpack(wanted), codes)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(70, 9), (128, 4200)])

@@ -12,8 +12,7 @@ import pytest
 from engine_helpers import tokenizer
 from mesh_helpers import run
 from specjax_kernels.mesh import AXIS, spec
-from tiny_checkpoints import save_llama, save_mtp
-from tiny_heads import save_head
+from tiny_checkpoints import save_llama
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models.params import ATTENTION_NORM, attention_leaves
@@ -90,28 +89,6 @@ def test_fewer_key_value_heads_than_devices(folder):
     assert four["texts"] == one["texts"] and four["algorithm"] == "NGRAM"
     assert four["pool shares"] == [0.25] and four["aliased"] == four["state"]
     assert four["weights"] < 0.4 * one["weights"]
-
-
-@pytest.mark.slow
-def test_drafts_from_files(folder):
-    sizes = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "target_vocab_size": 300}
-    save_head(folder / "head", "eagle3", dtype="float32", config={"eagle_config": {}}, draft_vocab_size=12, **sizes)
-    save_llama(folder / "small", num_attention_heads=4, num_key_value_heads=2, seed=1)
-    tokenizer().save_pretrained(folder / "small")
-    save_mtp(folder / "mtp", "Qwen3ForCausalLM", "qwen3_next", count=2, head_dim=8, initializer_range=0.2)
-    tokenizer().save_pretrained(folder / "mtp")
-    delta = {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    save_mtp(folder / "delta", "Qwen3_5ForCausalLM", "qwen3_next", head_dim=8, initializer_range=0.2, **delta)
-    tokenizer().save_pretrained(folder / "delta")
-    llama, mtp, recurrent = str(folder / "llama"), str(folder / "mtp"), str(folder / "delta")
-    one, small, own, auto = run(
-        ["from_files", llama, 1, "NONE", {}], ["from_files", llama, 4, "STANDALONE", {"path": str(folder / "small")}],
-        ["from_files", mtp, 1, "NONE", {}], ["from_files", mtp, 2, "AUTO", {}],
-    )  # fmt: skip
-    plain, split = run(["from_files", recurrent, 1, "NONE", {}], ["from_files", recurrent, 2, "AUTO", {}])
-    assert split["texts"] == plain["texts"] and split["algorithm"] == "MTP"
-    assert small["texts"] == one["texts"] and small["algorithm"] == "STANDALONE"
-    assert auto["texts"] == own["texts"] and auto["algorithm"] == "MTP"
 
 
 def test_families():

@@ -51,20 +51,6 @@ def test_texts():
     assert two["weights"] < 0.3 * one["weights"]
 
 
-@process
-@pytest.mark.slow
-def test_every_drafter():
-    """Also with experts in MTP layers and in the draft model."""
-    one, *drafted = run(
-        ["texts", "none", 1, 1], ["texts", "mtp", 4, 2], ["texts", "standalone", 2, 2], ["texts", "eagle3", 4, 4],
-        ["texts", "ngram", 2, 2],
-    )  # fmt: skip
-    for result, devices in zip(drafted, (4, 2, 4, 2), strict=True):
-        check(result, one, devices)
-    assert [result["algorithm"] for result in drafted] == ["MTP", "STANDALONE", "EAGLE3", "NGRAM"]
-    assert drafted[1]["accepted"] > 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("experts")

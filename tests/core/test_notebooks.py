@@ -197,18 +197,6 @@ def installed(wheel, tmp_path_factory) -> Environment:
     return run_first_cell(folder, tmp_path_factory.mktemp("installed"))
 
 
-@pytest.mark.parametrize("kind", ["wheel", "checkout"])
-def test_other_sources_of_first_cell(kind, tree, wheel, tmp_path):
-    """A wheel in a folder with a space in its name, and the checkout around the notebooks' folder."""
-    here = tree / "notebooks" if kind == "checkout" else tmp_path / "here"
-    here.mkdir()
-    if kind == "wheel":
-        (tmp_path / "my files").mkdir()
-        shutil.copy(wheel, tmp_path / "my files")
-    (tmp_path / "root").mkdir()
-    run_first_cell(here, tmp_path / "root", ".." if kind == "checkout" else f"../my files/{wheel.name}")
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> dict[str, str]:
     """A random model of four layers, and an EAGLE-3 head that reads three of them."""

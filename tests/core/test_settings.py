@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from specjax import settings
-from specjax.settings import SettingsError, setting
+from specjax.settings import setting
 
 WRITES = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
@@ -259,21 +259,6 @@ def test_errors_of_parse(toml):
     assert parse("--number", 3, defaults=defaults).odd.number == 3
     assert refused("--number", 4, defaults=defaults) == "--number must be odd, got 4"
     assert refused("--config", toml("number = 4"), defaults=defaults).endswith(": number must be odd, got 4")
-
-
-def settings_or_line(path: str) -> Both | str:
-    try:
-        return settings.read(argparse.Namespace(config=path), Both())
-    except SettingsError as error:
-        (line,) = str(error).splitlines()
-        return line
-
-
-@WRITES
-@given(data=st.binary(max_size=60) | st.text("[]=.'\"a1\n #-_{}", max_size=40).map(str.encode))
-def test_any_bytes(data, toml):
-    actual = settings_or_line(toml(data))
-    assert isinstance(actual, Both) or actual.startswith("--config ")
 
 
 # Several commands, one file.

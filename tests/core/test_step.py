@@ -26,7 +26,7 @@ from toy_models import (
 from specjax.config import RopeConfig
 from specjax.drafters.base import none_drafter
 from specjax.drafters.ngram import Ngram, ngram_drafter
-from specjax.step import NOT_FINITE, PrefillInput, StepConfig, draft_phase, verify_phase
+from specjax.step import NOT_FINITE, StepConfig, draft_phase, verify_phase
 
 WIDTH, DEPTH, VOCABULARY = 6, 4, 7
 LISTED = [random_tree(0, WIDTH, VOCABULARY, np.random.default_rng(seed), DEPTH) for seed in range(11)]
@@ -213,44 +213,6 @@ def test_inactive_and_finished_rows_do_not_change():
     assert row_of(runner.state, 0) == before
 
 
-@pytest.mark.parametrize(
-    ("toy", "drafter", "chunks"),
-    [
-        (TABLES["everything"], "listed", (1, 5, 19)),
-        (tiny_llama, "none", (5, 32)),
-    ],
-)
-def test_prefill_in_chunks(toy, drafter, chunks):
-    toy, text = toy(), np.random.default_rng(0).integers(0, VOCABULARY, 19).tolist()
-    results = []
-    for chunk in chunks:
-        runner = new_runner(toy, drafter)
-        runner.admit(0, text, Sampling(max_tokens=9, temperature=1.0, seed=3))
-        first = runner.prefill([text], chunk=chunk)
-        results.append((first.tokens.tolist(), runner.committed(0, 0)[:19]))
-        assert runner.committed(0)[19:].max() == UNTOUCHED
-    for tokens, keys in results[1:]:
-        assert tokens == results[0][0]
-        np.testing.assert_allclose(keys, results[0][1], atol=1e-5)
-
-
-def test_resumed_request():
-    """Prompt and output are committed again; the last token is forced, not drawn, and counts once."""
-    runner = table_runner("last two", "listed")
-    request = Sampling(max_tokens=20, temperature=1.0, seed=9, frequency_penalty=0.4, min_tokens=10, stop_ids=(1, 2))
-    prompt = [1, 2, 3, 4, 5, 6, 0]
-    whole = runner.generate([(prompt, request)])[0]
-    assert len(whole.tokens) > 8
-    for kept in (1, 4, 8):
-        output = whole.tokens[:kept]
-        runner.admit(1, prompt, request, output=output)
-        forced = runner.prefill([[], prompt + output[:-1]], forced=output[-1])
-        assert (forced.emitted.tolist(), forced.finish.tolist()) == ([0], [RUNNING])
-        done = Finished([], STOP, [], [])
-        resumed = runner.decode([done, Finished(list(output), RUNNING, [], [])])[1]
-        assert (resumed.tokens, resumed.finish) == (whole.tokens, whole.finish)
-
-
 def test_draft_limit():
     for limit, emitted in ((0, [1] * 12), (1, [2] * 6), (2, [3] * 4), (9, [4] * 3)):
         assert counter().generate([([0], Sampling(max_tokens=13))], draft_limit=limit)[0].emitted == emitted
@@ -410,22 +372,3 @@ def test_one_trace_per_bucket():
     assert runner.steps.speculate._cache_size() == 1
     assert runner.steps.prefill._cache_size() == 1
     assert runner.steps.admit._cache_size() == admits
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("which", [pytest.param("speculate", marks=pytest.mark.slow), "prefill"])
-def test_pool_is_aliased_without_temporary_copies(which):
-    toy = tiny_llama()
-    drafter = listed_drafter(LISTED, WIDTH, DEPTH)
-    runner = Runner(toy, drafter, pages_a_row=800, page_size=16)
-    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.cache))
-    runner.table = runner.table[:, :4]
-    inputs = runner.inputs([True] * 3)
-    if which == "speculate":
-        lowered = runner.steps.speculate.lower(runner.params, runner.state, inputs)
-    else:
-        extra = (jnp.zeros((4, 5), jnp.int32), jnp.full(4, 5, jnp.int32), jnp.full(4, -1, jnp.int32))
-        lowered = runner.steps.prefill.lower(runner.params, runner.state, PrefillInput(*inputs[:3], *extra))
-    memory = lowered.compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 10

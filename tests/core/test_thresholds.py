@@ -140,35 +140,6 @@ def test_refused_fields(verifier, fields, message):
         verifier(**fields)
 
 
-def test_engine_with_thresholds():
-    """Tokens are draws of the target, or drafts above the threshold; requests without drafts have the lossless text."""
-    model, single = toy(), 0.05
-    engine = make_engine(model, DRAFTS["NGRAM"], verify=AcceptAbove(single))
-    exact = make_engine(model, DRAFTS["NGRAM"])
-    params = [
-        SamplingParams(max_new_tokens=60, temperature=t, seed=i, origins=True)
-        for i, t in enumerate((0.0, 0.7, 1.0, 1.2))
-    ]
-    prompts = [list(range(70 + i, 90 + i)) * 2 for i in range(4)]
-    changed = 0
-    for prompt, sampling, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
-        assert len(done.output_ids) == 60
-        for i, token in enumerate(done.output_ids):
-            before, rule = done.output_ids[:i], wanted(sampling)
-            logits = model.logits([*prompt, *before])
-            drawn = oracle.draw(logits, rule, prompt, before)
-            if token != drawn.token and drawn.gap > 1e-3:
-                changed += 1
-                assert sampling.temperature > 0
-                assert oracle.distribution(logits, rule, prompt, before)[token] > single - 1e-4
-    assert changed > 3
-    undrafted = [SamplingParams(max_new_tokens=30, temperature=1.0, seed=9, draft_limit=0)] * 2
-    assert [one.output_ids for one in engine.generate(prompts[:2], undrafted)] == [
-        one.output_ids for one in exact.generate(prompts[:2], undrafted)
-    ]
-    check_idle(engine)
-
-
 @pytest.mark.parametrize("drafts", ["NGRAM", "EAGLE3"])
 def test_one_seed_gives_one_lossy_text(drafts, caplog):
     """Whatever ran before or runs beside it: the same n-grams, a shared prefix, other requests, a retraction."""
@@ -199,8 +170,8 @@ def test_one_seed_gives_one_lossy_text(drafts, caplog):
         assert done.drafted_steps == done.spec_verify_ct
     assert texts == {tuple(alone.output_ids)}
     assert alone.cached_tokens == 0
-    exact = make_engine(model, drafter, draft=head).generate(prompt, params)
-    assert exact.output_ids != alone.output_ids, "the thresholds change the text"
+    exact = oracle.generate_plain(model.logits, prompt, wanted(params))
+    assert exact.tokens != alone.output_ids, "the thresholds change the text"
     check_idle(engine)
 
 
@@ -211,9 +182,8 @@ def test_lossless_verifiers():
     assert not is_lossless(lambda *args, **options: verify_tree(*args, **options)), "it may do anything"
 
 
-@pytest.mark.parametrize("verifier", [AcceptAbove(0.02, 0.5), SyntheticAcceptance((1.0, 0.9, 0.8))])
-def test_lossy_verifiers_with_a_grammar(verifier):
-    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=verifier)
+def test_lossy_verifier_with_a_grammar():
+    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=AcceptAbove(0.02, 0.5))
     params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
     for done in engine.generate([list(range(70, 80))] * 4, params):
         assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
@@ -244,16 +214,8 @@ def test_synthetic_rates_are_met():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engine_with_synthetic_acceptance(temperature):
-    """With rate 1 for two drafts, each step of a long chain accepts two; with rate 0 the text is the target's."""
+    """With rate 1 for two drafts, each step of a long chain accepts two."""
     model, prompts = toy(), [list(range(70 + i, 90 + i)) * 2 for i in range(3)]
     params = [SamplingParams(max_new_tokens=40, temperature=temperature, seed=i) for i in range(3)]
-    lengths = [c.spec_accept_length for c in synthetic(model, (1.0, 1.0, 0.0)).generate(prompts, params)]
-    assert all(2 < length <= 3 for length in lengths)
-    exact = make_engine(model, DRAFTS["NGRAM"]).generate(prompts, params)
-    none = synthetic(model, (0.0,)).generate(prompts, params)
-    assert [c.output_ids for c in none] == [c.output_ids for c in exact]
-    assert all(c.spec_accept_length == 1 for c in none)
-
-
-def synthetic(model, rates):
-    return make_engine(model, DRAFTS["NGRAM"], verify=SyntheticAcceptance(rates))
+    engine = make_engine(model, DRAFTS["NGRAM"], verify=SyntheticAcceptance((1.0, 1.0, 0.0)))
+    assert all(2 < done.spec_accept_length <= 3 for done in engine.generate(prompts, params))

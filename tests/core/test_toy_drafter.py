@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from engine_helpers import VOCABULARY, byte_ids, check_idle, make_engine, outcome, shared_engine, toy
+from engine_helpers import VOCABULARY, byte_ids, check_idle, make_engine, toy
 from oracle import Sampling
 from toy_models import as_arrays, random_tree
 
@@ -127,31 +127,19 @@ def test_perfect_drafter_in_the_engine(temperature):
     sampling = {"temperature": temperature, "seed": 5}
     text = known_text(60, **sampling)
     engine = make_engine(toy(), replay(text), max_running_requests=1)
-    expected = shared_engine("NONE")
     for steps in (1, 2, 7):
         params = SamplingParams(max_new_tokens=1 + steps * (DEPTH + 1), **sampling)
         done = engine.generate(PROMPT, params)
-        assert outcome(done) == outcome(expected.generate(PROMPT, params))
+        assert done.output_ids == text[len(PROMPT) :][: params.max_new_tokens]
         assert done.spec_accept_length == DEPTH + 1
         assert done.spec_verify_ct == steps
         assert done.spec_accept_histogram == [0] * DEPTH + [steps]
     check_idle(engine)
 
 
-def test_wrong_drafter():
-    text = known_text(60)
-    engine = make_engine(toy(), replay(text, offset=1), max_running_requests=1)
-    params = SamplingParams(max_new_tokens=30)
-    done = engine.generate(PROMPT, params)
-    assert outcome(done) == outcome(shared_engine("NONE").generate(PROMPT, params))
-    assert done.spec_accept_length == 1.0
-    assert done.spec_accept_histogram == [29] + [0] * DEPTH
-
-
-@pytest.mark.parametrize("topk", [None, 1])
-def test_traces_of_absurd_trees(topk):
+def test_traces_of_absurd_trees():
     """A trace has the nodes below the root that could be accepted, and can be drawn."""
-    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"), topk=topk)
+    drafter = absurd_trees(VOCABULARY, byte_ids(b"aeinorst"))
     engine = make_engine(toy(), drafter, draft=jnp.uint32(0), trace=True)
     for seed in range(6):
         engine.params = engine.params._replace(draft=jnp.uint32(seed))
@@ -187,23 +175,6 @@ def test_only_the_table_asks_which_algorithm_runs():
         if not name.startswith("drafters/")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if ASKS.search(line)
-    ]
-    assert not matches, "\n".join(matches)
-
-
-KINDS = re.compile(r"""\bkind\s*(==|!=)(?!\s*\w+\.kind\b)|\bif\b.*\bkind in\b""")  # two kinds may be compared
-HEADS = re.compile(r"""["'](eagle3|mtp)["']""")
-DECLARED = {"models/head_spec.py", "config.py", "drafters/__init__.py"}  # specs, `MtpConfig`, names of modules
-
-
-def test_only_the_specification_asks_for_the_kind_of_a_head():
-    matches = [
-        f"{name}:{number}: {line.strip()}"
-        for path, name in FILES.items()
-        if name not in DECLARED
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if HEADS.search(line)
-        or ((name.startswith(("models/", "drafters/", "train/", "checkpoint/", "load"))) and KINDS.search(line))
     ]
     assert not matches, "\n".join(matches)
 

@@ -192,15 +192,6 @@ def test_top_k_expansion(seed, k, depth, width, tied):
         check_tree(tree, row, expected_tree(root, tables[row], k, depth, width))
 
 
-def test_ties_of_children_and_parents():
-    """With log-probabilities of 0, every candidate ties with its ancestors."""
-    table = jnp.zeros((1, 4, VOCABULARY, VOCABULARY))
-    for width in (2, 5, 13, 21):
-        tree = expand(jnp.zeros(1, jnp.int32), table, 3, 3, width)
-        check_derived(tree)
-        check_tree(tree, 0, expected_tree(0, np.zeros((4, 6, 6)), 3, 3, width))
-
-
 def test_vocabulary_smaller_than_k():
     tokens, scores = trees.top_k_children(jnp.zeros((1, 1)), jnp.array([[[-1.0, -3.0, -2.0]]]), 5)
     assert np.asarray(tokens)[0, 0, :3].tolist() == [0, 2, 1]

@@ -86,7 +86,7 @@ def test_draws_at_all_nodes_equal_the_walk(grammar: bool) -> None:
     """Rows with any parameters, some greedy, some inactive."""
     vocab, width, depth, batch = 31, 6, 4, 4
     accepted = 0
-    for seed in range(25):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
         requests = [some_sampling(rng, vocab) for _ in range(batch)]
         prompts, texts = rng.integers(0, vocab, (2, batch, 5)).tolist()
@@ -114,17 +114,18 @@ def test_draws_at_all_nodes_equal_the_walk(grammar: bool) -> None:
         visited = (np.asarray(walk.drawn) >= 0) & np.asarray(active)[:, None]
         np.testing.assert_array_equal(np.asarray(straight.drawn)[visited], np.asarray(walk.drawn)[visited])
         accepted += int(np.asarray(walk.accepted)[rows].sum())
-    assert accepted > 25
+    assert accepted > 12
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [3, 16, 20, 35])
-def test_top_k_in_parts(kind: str, count: int) -> None:
-    values = KINDS[kind](np.random.default_rng(count), (2, 3, 120)).astype(np.float32)
-    best, ids = jax.jit(functools.partial(top_in_parts, count=count))(values)
-    order = np.argsort(-values, axis=-1, kind="stable")[..., :count]
-    np.testing.assert_array_equal(ids, order)
-    np.testing.assert_array_equal(best, np.take_along_axis(values, order, axis=-1))
+def test_top_k_in_parts(count: int) -> None:
+    find = jax.jit(functools.partial(top_in_parts, count=count))
+    for kind, make in KINDS.items():
+        values = make(np.random.default_rng(count), (2, 3, 120)).astype(np.float32)
+        best, ids = find(values)
+        order = np.argsort(-values, axis=-1, kind="stable")[..., :count]
+        np.testing.assert_array_equal(ids, order, err_msg=kind)
+        np.testing.assert_array_equal(best, np.take_along_axis(values, order, axis=-1), err_msg=kind)
 
 
 def rows(kind: str) -> np.ndarray:

@@ -130,13 +130,6 @@ def test_walks_are_long():
     assert max(lengths) >= 4
 
 
-@settings(max_examples=50)
-@given(rngs)
-def test_plain_greedy_rows(rng):
-    plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "bias": {}, "min_tokens": 0}
-    check_against_oracle(rng, False, temperature=0.0, **plain)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_on_the_path(temperature):
     """The root is emitted and min_tokens is 3: the stop id 0 may be drawn from depth 2 on."""
@@ -149,22 +142,6 @@ def test_min_tokens_on_the_path(temperature):
     verdict = run_verify([tree], logits, [request], [[1, 1]], [[1]])
     assert verdict.tokens[0].tolist() == [2, 3, 0, NO_TOKEN, NO_TOKEN, NO_TOKEN]
     assert verdict.path[0].tolist()[:3] == [0, 1, 2]
-
-
-def test_penalties_of_each_path():
-    """Low ids are slightly likelier, and each drawn token is penalised."""
-    #  root 0 ── 1 ── 2 ── 3    the accepted path
-    #       └ 2 ── 1 ── 3       tokens that must not count on the first path
-    tree = Tree((0, 1, 2, 3, 2, 1, 3), (-1, 0, 1, 2, 0, 4, 5))
-    logits = np.broadcast_to(-0.01 * np.arange(VOCABULARY, dtype=np.float32), (1, WIDTH, VOCABULARY))
-    for change in ({"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"bias": {}, "repetition_penalty": 0.9}):
-        request = Sampling(**change)
-        verdict = run_verify([tree], logits, [request], [[5]], [[0]])
-        nodes, drawn, _ = expected_walk(tree, logits[0], request, [5], [0])
-        check_verdict(verdict, 0, nodes, drawn)
-    verdict = run_verify([tree], logits, [Sampling(presence_penalty=1.0)], [[5]], [[0]])
-    assert verdict.path[0].tolist() == [0, 1, 2, 3, 0, 0]
-    assert verdict.tokens[0].tolist()[:4] == [1, 2, 3, 4]
 
 
 @settings(max_examples=25)

@@ -10,28 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from distil import distilled, pair_model, perfect_head
-from draft_helpers import MAP, right_often
-from engine_helpers import make_engine
+from distil import pair_model, perfect_head
+from draft_helpers import MAP
 from oracle import Sampling
 from test_gpu_lowering import decisions
-from toy_models import Runner, as_tree, sampling_rows
+from toy_models import Runner, sampling_rows
 
-from specjax.drafters import Context, TreeShape, eagle_drafter, options_of
+from specjax.drafters import Context, TreeShape, eagle_drafter
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
-from specjax.drafters.factories import make_speculation
 from specjax.models.draft_head import with_token_map
-from specjax.serve.control import describe
 from specjax.step import StepConfig
 
-CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
+CHAIN = TreeShape(4, 1, 5)
 REQUESTS = [
     ([1, 2, 3], Sampling(max_tokens=41)),
     ([7] * 9, Sampling(max_tokens=41, temperature=0.3, seed=3)),
     ([40, 5], Sampling(max_tokens=41, temperature=1.0, seed=2**40 + 1)),
     ([11], Sampling(max_tokens=41, temperature=1.7, seed=4)),
-    ([40, 5], Sampling(max_tokens=31, temperature=0.9, seed=6, top_p=0.8, frequency_penalty=0.4, bias={3: 2.0})),
-    ([9, 8], Sampling(max_tokens=31, temperature=1.2, seed=7, top_k=5, min_p=0.05, repetition_penalty=1.3)),
 ]
 
 TRUNCATED = [
@@ -140,67 +135,3 @@ def test_perfect_draft_is_accepted_at_any_temperature(mapped, truncated):
         assert result.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
         proposed = set(MAP.tolist()) if mapped else set(range(toy.vocab))
         assert list(result.emitted) == accepted_within(result.tokens, CHAIN.steps, proposed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("eagle3", CHAIN),
-        *(pytest.param(kind, TREE, marks=pytest.mark.slow) for kind in ("eagle map", "eagle3", "standalone")),
-    ],
-)
-def test_noise_takes_fewer_steps(kind, shape):
-    """Texts equal plain decoding."""
-    toy, params, make = right_often(kind)
-    requests = [([token % toy.vocab for token in prompt], request) for prompt, request in REQUESTS]
-    plain = [oracle.generate_plain(toy.logits, *request).tokens for request in requests]
-    steps = {}
-    for coupling in ("noise", "none"):
-        drafter = make(shape, coupling=coupling)
-        config = StepConfig(drafter.width)
-        runner = Runner(toy, drafter, rows=len(requests), pages_a_row=16, draft=params, config=config)
-        finished = runner.generate(requests)
-        assert [result.tokens for result in finished] == plain
-        steps[coupling] = [len(result.emitted) for result in finished]
-    assert steps["noise"][0] == steps["none"][0], "greedy"
-    assert sum(steps["noise"]) < sum(steps["none"]), steps
-
-
-def test_accepted_drafts_equal_their_expectation():
-    """Without coupling all seeds have one tree; the mean over many is the sum over nodes of the product of p along the
-    path (docs/algorithms.md)."""
-    rows, prompt, root, shape = 1024, [4, 9], 13, (3, 4, 12)
-    toy, params, make = right_often("eagle")
-    drafter = make(TreeShape(*shape), coupling="none")
-    runner = Runner(
-        toy, drafter, rows=rows, page_size=4, pages_a_row=2, chunk=2, draft=params,
-        config=StepConfig(nodes=shape[2], trace=True),
-    )  # fmt: skip
-    for row in range(rows):
-        runner.admit(row, prompt, Sampling(max_tokens=20, temperature=1.0, seed=row))
-    runner.prefill([prompt] * rows, forced=root)
-    output = runner.step([True] * rows)
-    tree = jax.tree.map(lambda leaf: leaf[0], output.trace.tree)
-    assert np.array_equal(output.trace.tree.tokens[:rows], np.broadcast_to(tree.tokens, (rows, shape[2])))
-    plain = as_tree(output.trace.tree, 0)
-
-    def probabilities(path: tuple[int, ...]) -> np.ndarray:
-        p = np.exp(toy.logits([*prompt, root, *path]).astype(np.float64))
-        return p / p.sum()
-
-    expected = oracle.expected_accepted(plain, probabilities)
-    accepted = output.accepted[:rows]
-    error = accepted.std() / rows**0.5
-    assert expected > 0.5
-    assert abs(accepted.mean() - expected) < 4 * error, (accepted.mean(), expected, error)
-
-
-@pytest.mark.parametrize("coupling", ["noise", "none"])
-def test_option_reaches_drafter_and_report(coupling):
-    toy, (config, params) = pair_model(), distilled("eagle3")
-    chosen = options_of("eagle3", steps=2, coupling=coupling)
-    speculation = make_speculation(chosen, target=toy.target, head=config)
-    assert speculation.coupling == coupling
-    engine = make_engine(toy, speculation, draft=params, warm=False)
-    assert describe(engine, "m")["speculative_coupling"] == coupling
-    assert make_speculation("NGRAM").coupling == "none"

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch
-from engine_helpers import NEAR, check_idle, make_engine
+from engine_helpers import NEAR, check_idle, force_drafts, largest_step, make_engine
 from oracle import Sampling
 from toy_models import Runner
 
@@ -23,11 +23,19 @@ ERROR = 2e-5
 
 @pytest.mark.parametrize("kind", ["eagle3", "standalone"])
 def test_cache_after_chunks_retractions_and_aborts(kind):
-    """With and without drafts, greedy and sampled, in a pool that is too small."""
+    """Requests with and without drafts, greedy and sampled, in a pool that is too small. Steps of a head draft or not,
+    which must leave no hole."""
     rng, (toy, drafter, params) = np.random.default_rng(7), drafting(kind)
     engine = make_engine(
-        toy, drafter, draft=params, max_total_tokens=100, overlap=False, context_length=LONGEST, max_running_requests=3
-    )
+        toy, drafter, draft=params, max_total_tokens=100, overlap=False, context_length=LONGEST, max_running_requests=3,
+        adaptive=kind == "eagle3", warm=False,
+    )  # fmt: skip
+    step = largest_step(engine)
+    sizes = [step._replace(nodes=nodes) for nodes in engine.buckets.sizes(step.width)]
+    engine.warm_up([engine.buckets.ready_keys()[0], *sizes], progress=False)
+    if engine.policy is not None:
+        choices = np.random.default_rng(8)
+        force_drafts(engine, lambda: choices.random() < 0.5)
     alive, starts, checked, aborted = {}, {}, 0, 0
     for turn in range(70):
         if turn < 50 and len(alive) < 5 and rng.random() < 0.5:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import make_engine, outcome, shared_engine, toy
+from engine_helpers import make_engine, toy
 from oracle import Sampling
 from test_toy_drafter import known_text, random_trees, replay
 from toy_models import Runner, tiny_llama
@@ -122,12 +122,6 @@ GOOD = {
 @pytest.mark.parametrize("drafter", GOOD)
 def test_valid_drafters(drafter):
     for model in (toy(), tiny_llama()):
-        check_drafter(GOOD[drafter], model.target, Params(model.params))
-
-
-@pytest.mark.parametrize("drafter", GOOD)
-def test_values_of_valid_drafters(drafter):
-    for model in (toy(), tiny_llama()):
         check_drafter(GOOD[drafter], model.target, Params(model.params), values=True)
 
 
@@ -171,12 +165,11 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_values_of_trees(lie):
-    drafter, message = LIES[lie]
-    for model in (toy(), tiny_llama()):
-        params = Params(model.params)
-        check_drafter(drafter, model.target, params)
-        with pytest.raises(DrafterError, match=f"{PROPOSE}.*{message}"):
-            check_drafter(drafter, model.target, params, values=True)
+    (drafter, message), model = LIES[lie], toy()
+    params = Params(model.params)
+    check_drafter(drafter, model.target, params)
+    with pytest.raises(DrafterError, match=f"{PROPOSE}.*{message}"):
+        check_drafter(drafter, model.target, params, values=True)
 
 
 def test_values_of_drafters_that_look_up_tokens():
@@ -211,7 +204,7 @@ def test_declared_depth_that_is_too_small():
     engine = make_engine(toy(), proposing(change, drafter)._replace(depth=2), max_running_requests=1)
     params = SamplingParams(max_new_tokens=21)
     done = engine.generate(text[:4], params)
-    assert outcome(done) == outcome(shared_engine("NONE").generate(text[:4], params))
+    assert done.output_ids == text[4:25]
     assert 1 < done.spec_accept_length <= 3
 
 

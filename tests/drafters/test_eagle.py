@@ -1,4 +1,4 @@
-"""The EAGLE drafter against the oracle: every dialect, any events, any tree; golden trees; the whole step."""
+"""The EAGLE drafter against the oracle: every dialect, any events, any tree; the whole step."""
 
 import functools
 import json
@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil import pair_model, zero_head
 from driven import Driven
-from eagle_oracle import ERROR, HeadSpec, check_steps, draft_tree, llama_features, start
+from eagle_oracle import HeadSpec, check_steps, draft_tree, llama_features, start
 from tiny_heads import DIALECTS, save_head
 from toy_models import Runner, tiny_llama
 
 from specjax.checkpoint import load_head
-from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.models.draft_head import with_token_map
 from specjax.step import StepConfig
 
-SHAPES = [(1, 1, 2), (4, 1, 5), (1, 5, 6), (3, 2, 6), (3, 4, 37), (5, 8, 32), (2, 16, 9)]
+SHAPES = [(1, 1, 2), (4, 1, 5), (3, 2, 6), (5, 8, 32), (2, 16, 9)]
 """Steps, top-k, draft tokens; the last is wider than the draft vocabularies of 11 tokens."""
 
 
@@ -87,7 +85,10 @@ class Head(Driven):
 EVENTS = [((7, 1, 4), 8), ((1, 0, 3), 8), ((3, 2, 0), 8), ((2, 8, 6), 8)]
 """Tokens to observe of each row, and the width of the block."""
 
-REPEATED = {"eagle-nobias", "eagle3-norm-before-residual", "eagle3-speculators", "mtp-nobias"}
+REPEATED = {
+    "eagle-nobias", "eagle-qwen2", "eagle-speculators", "eagle3-model-prefix", "eagle3-norm-before-residual",
+    "eagle3-speculators", "mtp", "mtp-nobias",
+}  # fmt: skip
 """Dialects whose differences other cases cover."""
 
 
@@ -132,57 +133,6 @@ def test_token_map(heads, size):
 
 
 # Golden trees.
-
-
-def table_head(log_probs: np.ndarray, ids) -> tuple[HeadConfig, dict, object]:
-    """A head whose logits are the table's row of the last token: its output is the embedding's one-hot."""
-    if ids is None and log_probs.shape[0] > 3:  # one vocabulary, so that these heads share what they compile
-        more = MOST - log_probs.shape[0]
-        log_probs = np.pad(log_probs, ((0, more), (0, more)), constant_values=IMPOSSIBLE)
-    vocab, draft = log_probs.shape
-    toy = pair_model(vocab=vocab)
-    width = toy.target.config.hidden_size
-    config = HeadConfig(
-        "eagle", width, width, 8, 2, 2, 8, 1e-5, RopeConfig(), draft, own_head=True, mapped=ids is not None
-    )
-    params = zero_head(config, toy.target)
-    fc, head = np.zeros((2 * width, width), np.float32), np.zeros((width, draft), np.float32)
-    fc[:vocab, :vocab] = np.eye(vocab)
-    head[:vocab] = np.maximum(log_probs, IMPOSSIBLE)
-    params |= {"fc": jnp.asarray(fc), "head": jnp.asarray(head)}
-    if ids is not None:
-        params["ids"] = jnp.asarray(ids, jnp.int32)
-    return config, params, toy
-
-
-CASES = [case for case in eagle_oracle.table_cases() if case.width > 1]
-IMPOSSIBLE = -1e30
-"""Stands for -inf, which times 0 would be NaN. The oracle has no such nodes; the drafter ranks them last."""
-MOST = max(case.log_probs.shape[0] for case in CASES)
-ALIKE = {"short chain", "even odds", "certain children", "3 2 6", "5 4 8", "mapped"}
-"""Cases that resemble others; slow."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in ALIKE else ()) for case in CASES],
-)
-def test_trees_of_tables(case):
-    expected = case.grow()
-    config, params, toy = table_head(case.log_probs, case.target_ids)
-    driven = Driven(eagle_drafter, toy, config, params, rows=2, page_size=2)
-    driven.tokens[:, 3] = case.root
-    driven.feed((3, 3), 4)
-    trees = driven.trees(TreeShape(case.steps, case.topk, case.width))
-    for row in range(2):
-        live = [node for node in range(case.width) if trees.scores[row, node] > IMPOSSIBLE / 2]
-        place = {node: i for i, node in enumerate(live)} | {-1: -1}
-        count = expected.size
-        assert len(live) == count
-        assert trees.tokens[row, live].tolist() == expected.tokens[:count]
-        assert [place[node] for node in trees.parents[row, live].tolist()] == expected.parents[:count]
-        assert trees.depth[row, live].tolist() == expected.depth[:count]
-        np.testing.assert_allclose(trees.scores[row, live], expected.scores[:count], atol=ERROR)
 
 
 # The whole step: what the head sees of a real target.

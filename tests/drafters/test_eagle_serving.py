@@ -15,14 +15,14 @@ import jax
 import numpy as np
 import pytest
 from distil import pair_model, small_head
-from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, outcome, tokenizer
+from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, tokenizer
 from tiny_checkpoints import save_llama
 from tiny_heads import DIALECTS, save_head
 
 from specjax.cli import build, flags, generate
 from specjax.cli import serve as command
-from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_speculation
-from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
+from specjax.drafters import DraftOptions, Eagle, Eagle3, make_speculation
+from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
 
 LETTERS = byte_ids(b"aei")
@@ -92,8 +92,6 @@ def eagle3() -> Engine:
     return make(whole(), max_running_requests=4)
 
 
-# Texts.
-
 REQUESTS = [
     ("the hell", SamplingParams(max_new_tokens=14)),
     ("12 and 12", SamplingParams(max_new_tokens=14, temperature=1.0, seed=7)),
@@ -104,16 +102,10 @@ REQUESTS = [
 ]
 
 
-def generated(engine: Engine) -> list[Completion]:
-    return engine.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
-
-
-def test_texts_equal_those_without_drafts():
-    """From files; tests/drafters/test_lossless.py has all kinds of drafts."""
+def test_drafts_of_a_saved_head():
+    """Texts of LETTERS only: each step accepts both levels of the tree."""
     engine = eagle3()
-    completions = generated(engine)
-    plain = generated(make(NoDraft(), max_running_requests=4))
-    assert [outcome(done) for done in completions] == [outcome(done) for done in plain]
+    completions = engine.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
     assert [done.spec_verify_ct for done in completions[2:4]] == [-(-59 // 3), -(-49 // 3)]
     check_idle(engine)
 
@@ -153,6 +145,7 @@ def test_make_speculation():
     config = small_head("eagle", toy)
     speculation = make_speculation("EAGLE", target=toy.target, head=config)
     assert speculation.note == "3 steps, top-k 1, 4 draft tokens (automatic)", "the target is no Llama"
+    assert (speculation.coupling, make_speculation("NGRAM").coupling) == ("noise", "none")
 
 
 def test_warnings(caplog):
@@ -170,7 +163,7 @@ def test_warnings(caplog):
     ]
 
 
-@pytest.mark.parametrize(("options", "limit"), [(None, 20), (26, 26), (128, None)])
+@pytest.mark.parametrize(("options", "limit"), [(None, 20), (128, None)])
 def test_no_drafts_beyond_the_heads_positions(options, limit, tmp_path):
     save_head(
         tmp_path, "eagle3", tensors={"d2t": OFFSETS, "t2d": MASK}, config={"max_position_embeddings": 20}, **SHAPE
@@ -212,75 +205,49 @@ def test_log_of_a_start(caplog):
 # Refused starts: one line on stderr, status 2, and nothing large has been read.
 
 
-@pytest.fixture
-def refused(capsys, tmp_path):
-    """refused(*flags) -> the one line on stderr of a run that could not start."""
+DRAFT, ALGORITHM, MAP = "--speculative-draft-model-path", "--speculative-algorithm", "--speculative-token-map"
+STEPS, TOPK, NODES = "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"
+HERE = Path(__file__)
+NOWHERE = ("EAGLE", DRAFT, "/no/such/head", "--model", "/no/such/model")
+REFUSED: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
+    (("EAGLE",), (f"{DRAFT} is missing: EAGLE needs a draft head",)),
+    (("eagle3",), (f"{DRAFT} is missing: EAGLE3 needs a draft head",)),
+    (("STANDALONE",), (f"{DRAFT} is missing: STANDALONE needs a draft model",)),
+    *(((name, DRAFT, "h"), (f"{DRAFT} h is no use to ", f"{ALGORITHM} EAGLE or EAGLE3"))
+      for name in ("none", "ngram", "auto")),
+    (("STANDALONE", DRAFT, "/nowhere"), (f"{DRAFT} /nowhere",)),
+    (("EAGLE", DRAFT, "/nowhere"), (f"{DRAFT} /nowhere: '/nowhere' is ",)),
+    (("EAGLE", DRAFT, HERE), (f"{DRAFT} {HERE}: '{HERE}' is ",)),
+    (("EAGLE", DRAFT, HERE.parent), ("has no config.json",)),
+    ((*NOWHERE, STEPS, 2, TOPK, 2, NODES, 8), (f"{NODES} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7")),
+    ((*NOWHERE, TOPK, 2, NODES, 20), (f"{NODES} is 20", "5 steps of top-k 2 give 18 candidates", "at most 19 tokens")),
+    ((*NOWHERE, NODES, 1), (f"{NODES} must be an integer from 2 to 512", "got 1")),
+    ((*NOWHERE, TOPK, 1, NODES, 100), (f"{NODES} must be from 2 to 65 for a chain", "got 100")),
+    ((*NOWHERE, STEPS, 0), (f"{STEPS} must be an integer from 1 to 64", "got 0")),
+    ((*NOWHERE, TOPK, -1), (f"{TOPK} must be an integer from 1 to 64", "got -1")),
+    ((*NOWHERE, STEPS, 9, TOPK, 9, NODES, 513), (f"{NODES} must be an integer from 2 to 512", "got 513")),
+    # tests/checkpoint has all errors of heads and token maps.
+    (("EAGLE", DRAFT, "@eagle3"), (f"{DRAFT} ", ": this is a head for EAGLE3, not EAGLE ")),
+    (("EAGLE", DRAFT, "@eagle", MAP, 64), (f"{MAP} 64: a number needs a model with SmolLM2's vocabulary",)),
+    (("EAGLE", DRAFT, "@eagle", MAP, "/no/map.json"), (f"{MAP} /no/map.json: there is no such file",)),
+]  # fmt: skip
+"""Flags, of which @ is a head of this file, and parts of the message."""
+
+
+@pytest.mark.parametrize(("options", "parts"), REFUSED)
+def test_refused_starts(options, parts, capsys, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-
-    def call(*options: Any) -> str:
-        files = ["--model", folder() / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
-        capsys.readouterr()
-        status = generate.main([str(part) for part in [*files, "--no-progress", *options]])
-        printed = capsys.readouterr()
-        assert (status, printed.out) == (2, "")
-        (line,) = printed.err.splitlines()
-        assert not (tmp_path / "out.jsonl").exists()
-        return line.removeprefix("specjax generate: ")
-
-    return call
-
-
-DRAFT = "--speculative-draft-model-path"
-ALGORITHM = "--speculative-algorithm"
-TREE = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
-
-
-def test_missing_and_useless_paths(refused, tmp_path):
-    for name in ("EAGLE", "eagle3"):
-        assert refused(ALGORITHM, name) == f"{DRAFT} is missing: {name.upper()} needs a draft head"
-    for name in ("none", "ngram", "auto"):
-        message = refused(ALGORITHM, name, DRAFT, "h")
-        assert message.startswith(f"{DRAFT} h is no use to ") and f"{ALGORITHM} EAGLE or EAGLE3" in message
-    for path in (tmp_path / "nowhere", tmp_path / "in.jsonl"):
-        assert refused(ALGORITHM, "EAGLE", DRAFT, path).startswith(f"{DRAFT} {path}: '{path}' is ")
-    assert "has no config.json" in refused(ALGORITHM, "EAGLE", DRAFT, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tree", "parts"),
-    [
-        ((2, 2, 8), (f"{TREE[2]} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7 tokens")),
-        ((None, 2, 20), (f"{TREE[2]} is 20", "5 steps of top-k 2 give 18 candidates", "at most 19 tokens")),
-        ((None, None, 1), (f"{TREE[2]} must be an integer from 2 to 512", "got 1")),
-        ((None, 1, 100), (f"{TREE[2]} must be from 2 to 65 for a chain", "got 100")),
-        ((0, None, None), (f"{TREE[0]} must be an integer from 1 to 64", "got 0")),
-        ((None, -1, None), (f"{TREE[1]} must be an integer from 1 to 64", "got -1")),
-        ((9, 9, 513), (f"{TREE[2]} must be an integer from 2 to 512", "got 513")),
-    ],
-)
-def test_impossible_trees(refused, tree, parts):
-    options = [part for flag, value in zip(TREE, tree, strict=True) if value is not None for part in (flag, value)]
-    message = refused(ALGORITHM, "EAGLE", DRAFT, "/no/such/head", "--model", "/no/such/model", *options)
+    files = ["--model", folder() / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
+    options = [head(part[1:]) if str(part).startswith("@") else part for part in options]
+    capsys.readouterr()
+    status = generate.main([str(part) for part in [*files, "--no-progress", ALGORITHM, *options]])
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "")
+    (line,) = printed.err.splitlines()
+    assert not (tmp_path / "out.jsonl").exists()
+    message = line.removeprefix("specjax generate: ")
+    assert message.startswith(parts[0]) or "config.json" in parts[0], message
     assert all(part in message for part in parts), message
-
-
-def test_heads_that_do_not_fit(refused):
-    """tests/checkpoint/test_draft_head_checkpoint.py has all errors."""
-    path = head("eagle3")
-    assert refused(ALGORITHM, "EAGLE", DRAFT, path).startswith(f"{DRAFT} {path}: this is a head for EAGLE3, not EAGLE ")
-
-
-def test_bad_token_maps(refused, tmp_path):
-    """The flag is named; tests/checkpoint/test_token_map.py has all errors."""
-    path = tmp_path / "map.json"
-    path.write_text(json.dumps([5, VOCABULARY]))
-    for name, message in {
-        str(path): f"entry 1 is {VOCABULARY}, outside the target's vocabulary 0..{VOCABULARY - 1}",
-        "64": "a number needs a model with SmolLM2's vocabulary, for which a map comes with specjax",
-        "/no/map.json": "there is no such file",
-    }.items():
-        stated = refused(ALGORITHM, "EAGLE", DRAFT, head("eagle"), "--speculative-token-map", name)
-        assert stated.startswith(f"--speculative-token-map {name}: {message}")
 
 
 # The engine.

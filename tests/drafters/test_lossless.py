@@ -3,7 +3,7 @@
 A case is a drafter and a family; batch sizes, grammars and overlapped steps alternate between cases, so that each
 combination of their values occurs. The table model has pages of one token, the others of four.
 Every case runs all kinds of sampling. The oracle decodes without drafts, from transformers' logits or from a formula.
-Texts are longer than the families' windows and trees are deeper, so that paths cross the edge of a window.
+Texts are longer than the families' windows, so that paths cross the edge of a window.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from specjax.train.head import head_config
 from specjax.train.options import DraftSettings
 
 FEW = 40  # tokens of a vocabulary that is small enough for random heads to be right now and then
-CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(5, 2, 19)  # the tree holds all candidates: paths of all lengths
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 2, 11)  # the tree holds all candidates: paths of all lengths
+DEEP = TreeShape(5, 2, 19)  # paths are longer than a window
 LETTERS = byte_ids(b"aeinorst")  # tokens that the table model often writes
 JSON = byte_ids(b'{"ok": true, "n": 1, "color": "red"}abcdex(,)12')
 
@@ -157,8 +158,8 @@ def with_model(family: str | None) -> Callable[..., Drafting]:
     """A draft model of another family; None: the target itself."""
 
     def make(model: Model, models: Any) -> Drafting:
-        draft = models(family, model.toy.vocab).toy if family else model.toy
-        drafter = standalone_drafter(model.toy.target, draft.target, TREE)
+        draft, shape = (models(family, model.toy.vocab).toy, TREE) if family else (model.toy, DEEP)
+        drafter = standalone_drafter(model.toy.target, draft.target, shape)
         return Speculation(drafter, costly_observe=True), StandaloneParams(draft.params)
 
     return make
@@ -219,22 +220,18 @@ def cases() -> list[Case]:
 
 
 QUICK = {
-    ("NONE", "phi3"), ("random trees", "table"), ("NGRAM", "llama"), ("EAGLE chain", "qwen2"),
-    ("EAGLE tree", "qwen3_moe"), ("EAGLE3 tree", "pairs"), ("EAGLE3 tree", "gemma3"), ("MTP head", "pairs"),
-    ("MTP layers", "mimo"), ("MTP layers", "deepseek_v3"), ("DFLASH chain", "llama"), ("DFLASH tree", "qwen3"),
-    ("DSPARK tree", "qwen3_moe"), ("DFLASH2 tree", "qwen3"), ("STANDALONE itself", "mistral"),
-    ("STANDALONE itself", "gemma2"), ("STANDALONE gemma3", "qwen3"), ("EAGLE3 tree", "qwen3_5"),
-    ("MTP layers", "qwen3_5"), ("NGRAM", "qwen3_next"),
-    ("NGRAM", "gpt_oss"), ("EAGLE3 tree", "gpt_oss"), ("absurd trees", "table"), ("absurd trees", "llama"),
-    ("absurd chains", "table"), ("EAGLE token map", "pairs"),
-    ("absurd trees", "qwen3_5"), ("absurd trees", "deepseek_v3"), ("absurd trees", "gpt_oss"),
+    ("NONE", "qwen3_moe"), ("random trees", "table"), ("absurd trees", "qwen2"), ("absurd trees", "deepseek_v3"),
+    ("NGRAM", "phi3"), ("EAGLE chain", "gemma2"), ("EAGLE tree", "qwen3_next"), ("EAGLE3 tree", "qwen3_next"),
+    ("MTP head", "pairs"), ("MTP layers", "qwen3"), ("DFLASH chain", "gpt_oss"), ("DFLASH tree", "gemma3"),
+    ("DSPARK tree", "llama"), ("DFLASH2 tree", "mimo"), ("STANDALONE itself", "mistral"),
+    ("STANDALONE gemma3", "qwen3_5"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
 
 def test_quick_cases_cover_all_values():
     quick = [case for case in cases() if case[:2] in QUICK]
-    assert len(quick) == len(QUICK)
+    assert len(quick) == len(QUICK) <= 18
     assert {case.drafter for case in quick} == {*DRAFTERS}
     assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
     assert {case[2:] for case in quick} == {*itertools.product((1, 4), (False, True), (False, True))}
@@ -277,7 +274,7 @@ def test_text_equals_plain_decoding(models, case):
     if case.grammar and case.drafter != "NONE":
         assert any(done.spec_accept_length > 1 for done in completions[len(REQUESTS) :]), "forced tokens are drafted"
     if case.drafter == "STANDALONE itself":
-        assert TREE.depth > WINDOW and histogram[TREE.depth] > 0, "paths are longer than a window"
+        assert DEEP.depth > WINDOW and histogram[DEEP.depth] > 0
     if case.drafter.startswith("absurd") and case.family == "table":
         assert sum(histogram[1:]) > 0, "some of their nodes are right"
     if case.family == "pairs":

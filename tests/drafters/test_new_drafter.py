@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_helpers import check_idle, check_texts, make_engine, toy
 from generate_helpers import saved_model
 from lookup_drafter import Lookup
 from mesh_helpers import environment
 
 from specjax.drafters import DRAFTERS, make_speculation, options_of
-from specjax.engine import SamplingParams
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -34,15 +32,6 @@ def test_by_name(row):
         options_of("lookup", span=99)
     with pytest.raises(ValueError, match=r"no algorithm draft='lookups'; there are: .*STANDALONE, LOOKUP, "):
         options_of("lookups")
-
-
-def test_in_the_engine(row):
-    model = toy(rows=5)  # its texts repeat
-    engine = make_engine(model, "lookup")
-    params = [SamplingParams(max_new_tokens=40, temperature=float(i), seed=i) for i in range(2)]
-    done = check_texts(engine, model, [[5, 6, 7], [9] * 11], params)
-    assert max(each.spec_accept_length for each in done) > 1.2
-    check_idle(engine)
 
 
 @pytest.mark.process

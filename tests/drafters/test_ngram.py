@@ -270,21 +270,6 @@ def test_match_type_prob():
         assert memory.propose({0: 2})[0].tokens == (2, expected)
 
 
-def test_new_request_in_a_used_row():
-    memory = plain_memory(min_match=2)
-    memory.observe({0: [1, 2, 3]})
-    memory.start(0)
-    memory.observe({0: [4, 5]})
-    memory.start(1)
-    memory.observe({1: [2]})
-    assert memory.propose({1: 3})[1].tokens == (3,), "4 did not follow 3"
-    memory.start(1)
-    memory.observe({1: [3]})
-    assert memory.propose({1: 4})[1].tokens == (4,), "3 4 was never written"
-    memory.start(0)  # as long as its predecessor
-    assert memory.propose({0: 5})[0].tokens == (5,), "its suffix is 5 alone, not 4 5"
-
-
 def test_small_ring_that_wraps():
     """1024 places, 3000 tokens of a small alphabet: proposals may be missed, never invented. Old text is forgotten."""
     memory = Memory(Ngram(nodes=6, max_match=4, branch_length=4, capacity=1024))
@@ -314,13 +299,6 @@ def test_matches_of_several_lengths():
         memory.observe({1: suffix[:-1]})
         tree = memory.propose({1: suffix[-1]})[1]
         assert tree.tokens == (suffix[-1], *range(size + 1, size + expected))
-
-
-def test_match_at_the_end_of_a_text():
-    """Nothing has followed "0 0" yet; a 0 followed "0"."""
-    memory = plain_memory(min_match=2)
-    memory.observe({0: [0, 0]})
-    assert memory.propose({0: 0})[0].tokens == (0,)
 
 
 def test_default_on_a_cpu(monkeypatch):
@@ -363,21 +341,6 @@ def test_ring_is_written_in_place():
 
 
 # In the step: a limit on drafts, and text that stays the model's own.
-
-
-def test_draft_limit():
-    toy = table_model(random_table(0), window=2)
-    drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4}))
-    runner = Runner(toy, drafter, rows=1, config=StepConfig(4))
-    request = Sampling(max_tokens=30)
-    lengths = {}
-    for limit in (0, 1, 3, 1 << 20):
-        runner.admit(0, [1, 2], request, draft_limit=limit)
-        (result,) = runner.generate([([1, 2], request)], draft_limit=limit)
-        assert result.tokens == oracle.generate_plain(toy.logits, [1, 2], request).tokens
-        lengths[limit] = np.mean(result.emitted)
-        assert max(result.emitted) <= limit + 1
-    assert lengths[0] == 1 < lengths[1] < lengths[3]
 
 
 def test_reused_pages():

@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-from engine_helpers import DRAFTS, END, make_engine, toy
+from engine_helpers import DRAFTS, END, hold, make_engine, toy
 from grammar_helpers import SCHEMA
 from server_helpers import SECONDS, running, wait_until
 
@@ -25,20 +24,8 @@ from specjax.serve.runner import Runner
 WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-class Gate:
-    """Block the compilation of keys of these kinds."""
-
-    def __init__(self, engine, monkeypatch, *kinds: str) -> None:
-        self.open, self.waiting = threading.Event(), threading.Event()
-        compile_ = engine.programs._compile
-
-        def blocked(key: Any, *more: Any) -> Any:
-            if key.kind in kinds:
-                self.waiting.set()
-                assert self.open.wait(SECONDS)
-            return compile_(key, *more)
-
-        monkeypatch.setattr(engine.programs, "_compile", blocked)
+def of_grammars(key: Key) -> bool:
+    return key.kind in ("constrained", "propose")
 
 
 def grammar_steps(engine) -> list[Key]:
@@ -60,11 +47,12 @@ def counted(engine, monkeypatch) -> list[float]:
 def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
     engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(END,), context_length=256, max_running_requests=2)
     engine.warm_up(engine.buckets.ready_keys(), progress=False)
-    gate, steps = Gate(engine, monkeypatch, "constrained", "propose"), counted(engine, monkeypatch)
+    waiting, release = hold(engine, monkeypatch, of_grammars)
+    steps = counted(engine, monkeypatch)
     with running(engine) as server, ThreadPoolExecutor(3) as clients:
         try:
             bound = clients.submit(server.chat, response_format=WHOLE, seed=1, max_tokens=90)
-            assert gate.waiting.wait(SECONDS)
+            assert waiting.wait(SECONDS)
             assert server.chat(max_tokens=5).status_code == 200
             before = len(steps)
             time.sleep(0.3)
@@ -72,37 +60,21 @@ def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
             assert server.complete(max_tokens=3).status_code == 200
             assert not bound.done()
         finally:
-            gate.open.set()
+            release.set()
         choice = bound.result(SECONDS).json()["choices"][0]
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     assert not engine.unfinished
 
 
-def test_requests_run_while_a_scoring_program_compiles(monkeypatch):
-    engine = make_engine(toy(), "NONE", eos=(END,))
-    engine.warm_up(engine.buckets.ready_keys(), progress=False)
-    gate = Gate(engine, monkeypatch, "scoring")
-    with running(engine) as server, ThreadPoolExecutor(1) as clients:
-        try:
-            scored = clients.submit(server.complete, "hello", echo=True, logprobs=1, max_tokens=2)
-            assert gate.waiting.wait(SECONDS)
-            assert server.complete(max_tokens=3).status_code == 200
-            assert not scored.done()
-        finally:
-            gate.open.set()
-        choice = scored.result(SECONDS).json()["choices"][0]
-        assert "".join(choice["logprobs"]["tokens"][:2]) == "hello"
-
-
 def test_stop_waits_for_the_compiler(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
-    gate = Gate(engine, monkeypatch, "constrained")
+    waiting, release = hold(engine, monkeypatch, of_grammars)
     with running(engine, idle_at_end=False) as server, ThreadPoolExecutor(1) as clients:
         bound = clients.submit(server.chat, response_format=WHOLE, max_tokens=90)
-        assert gate.waiting.wait(SECONDS)
+        assert waiting.wait(SECONDS)
         assert not server.runner.stop(0.1), "the compiler still runs"
-        gate.open.set()
+        release.set()
         assert server.runner.stop(SECONDS)
         server.runner.end_all("the test ends")
         assert bound.result(SECONDS).status_code >= 500
@@ -123,13 +95,13 @@ def test_grammar_tokenizer_is_loaded_at_start(monkeypatch):
 
 def test_close_drops_queued_programs(monkeypatch):
     engine = make_engine(toy(), "NONE", eos=(END,))
-    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), grammar_steps(engine)
+    (waiting, release), (first, second, *_) = hold(engine, monkeypatch, of_grammars), grammar_steps(engine)
     engine.programs.want([first])
-    assert gate.waiting.wait(SECONDS)
+    assert waiting.wait(SECONDS)
     engine.programs.compile_later([second])
     assert engine.programs.pending == {first, second}
     assert not engine.programs.close(0.0), "the first program is still being compiled"
-    gate.open.set()
+    release.set()
     assert engine.programs.close(SECONDS) and not engine.programs.pending
     assert first in engine.programs.compiled() and second not in engine.programs.compiled()
     assert engine.programs.get(second) is engine.programs.get(second), "wanted again"
@@ -138,13 +110,13 @@ def test_close_drops_queued_programs(monkeypatch):
 def test_programs_that_requests_need_are_compiled_first(monkeypatch, capsys):
     engine = make_engine(toy(), "NONE", eos=(END,))
     engine.programs.progress = True
-    gate, (first, second, *_) = Gate(engine, monkeypatch, "constrained"), grammar_steps(engine)
+    (waiting, release), (first, second, *_) = hold(engine, monkeypatch, of_grammars), grammar_steps(engine)
     third = Key("scoring", engine.buckets.small, engine.buckets.tables[0])
     engine.programs.compile_later([first, second])
-    assert gate.waiting.wait(SECONDS)
+    assert waiting.wait(SECONDS)
     for _ in range(2):  # as each plan does
         engine.programs.want([third])
-    gate.open.set()
+    release.set()
     assert engine.programs.wait(SECONDS)
     assert list(engine.programs._seconds)[-3:] == [first, third, second]
     assert capsys.readouterr().err.count("Compiling") == 1, "a progress line for the needed program alone"

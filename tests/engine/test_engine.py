@@ -17,7 +17,6 @@ from engine_helpers import (
     check_counts,
     check_idle,
     check_plain,
-    check_texts,
     decode,
     drain,
     make_engine,
@@ -30,9 +29,7 @@ from engine_helpers import (
 
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.intake import with_sampling
-from specjax.engine.plan import Key
 
-ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {
     "greedy": {},
     "seeded": {"temperature": 0.9, "seed": 7},
@@ -59,14 +56,6 @@ def varied(index: int, **changes) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_prompts_around_multiples_of_a_chunk(algorithm):
-    params = SamplingParams(max_new_tokens=12, repetition_penalty=1.2)
-    for length in (1, 7, 8, 9, 16, 17, 25):
-        prompt = np.random.default_rng(length).integers(3, VOCABULARY, length).tolist()
-        check_plain(toy(), prompt, params, shared_engine(algorithm).generate(prompt, params))
-
-
 def test_length_limit_cuts_an_accepted_run():
     engine = shared_engine("NGRAM")
     prompt = [70, 71, 72] * 3
@@ -81,19 +70,12 @@ def test_length_limit_cuts_an_accepted_run():
             assert (done.spec_verify_ct, done.spec_accept_length) == (0, 1.0)
 
 
-def ending_engine(algorithm: str) -> tuple[Engine, list[list[int]]]:
-    """An engine whose model often draws the end token, and four prompts that it ends after 3 to 20 tokens."""
-    model = toy(1, end=16.0)
-    engine = make_engine(model, DRAFTS[algorithm], eos=(END,))
-    greedy = wanted(SamplingParams(max_new_tokens=40), (END,))
+def test_end_token():
+    """The model often draws the end token. It ends each of four prompts after 3 to 20 tokens."""
+    model, greedy = toy(1, end=16.0), wanted(SamplingParams(max_new_tokens=40), (END,))
+    engine = make_engine(model, DRAFTS["NGRAM"], eos=(END,))
     prompts = some_prompts(60, seed=5)
-    return engine, [p for p in prompts if 3 <= len(oracle.generate_plain(model.logits, p, greedy).tokens) <= 20][:4]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_end_token(algorithm):
-    engine, prompts = ending_engine(algorithm)
-    model = toy(1, end=16.0)
+    prompts = [p for p in prompts if 3 <= len(oracle.generate_plain(model.logits, p, greedy).tokens) <= 20][:4]
     assert len(prompts) == 4
     for changes in ({}, {"ignore_eos": True}, {"min_new_tokens": 25}, {"temperature": 1.0, "seed": 4}):
         params = SamplingParams(max_new_tokens=40, **changes)
@@ -116,11 +98,10 @@ def late_token(tokens: list[int]) -> int:
     return max(set(tokens), key=tokens.index)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("place", [7, 8])
-def test_stop_ids_on_device_and_host(algorithm, place):
+def test_stop_ids_on_device_and_host(place):
     """The device checks the first 8 stop ids, the host the others. Ids outside the vocabulary use no place."""
-    engine, prompt = shared_engine(algorithm), [70, 71, 72] * 3
+    engine, prompt = shared_engine("NGRAM"), [70, 71, 72] * 3
     free = engine.generate(prompt, SamplingParams(max_new_tokens=30)).output_ids
     stops = [token for token in range(200, 260) if token not in free][:11]
     stops.insert(place, late_token(free))
@@ -395,31 +376,10 @@ def test_bad_setting_is_named(name):
 # Programs.
 
 
-def test_one_program_a_bucket():
-    """Programs compile in the background when requests first need them; two requests first run one by one."""
-    engine = make_engine(toy(), warm=False, max_running_requests=2)
-    for count in (1, 2, 3, 9, 1):
-        engine.generate(some_prompts(count, longest=8), SamplingParams(max_new_tokens=20))
-        assert engine.programs.wait(60)
-    assert sorted(key.width for key in engine.programs.compiled() if key.kind == "step") == [1, 2]
-    assert sorted(key.width for key in engine.programs.compiled() if key.kind == "prefill") == [8]
-    assert engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
-    assert [key for key in engine.buckets.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
-
-
-def test_small_batch_uses_a_compiled_larger_bucket():
-    engine = shared_engine("NONE")
-    engine.generate(some_prompts(3), SamplingParams(max_new_tokens=5))
-    assert engine.buckets.batches == (1, 4)
-    assert [key.width for key in engine.programs.compiled() if key == Key("step", key.width, key.table)] == [4]
-
-
-def test_requests_above_max_batch_are_decoded_in_parts():
-    engine = make_engine(toy(), DRAFTS["NGRAM"], max_batch=2)
+def test_batches_of_max_batch():
+    """test_structured.py decodes requests in parts."""
+    engine = make_engine(toy(), max_batch=2, warm=False)
     assert engine.buckets.batches == (1, 2) and engine.buckets.batch(4) == 2
-    prompts, params = some_prompts(5), [varied(i) for i in range(5)]
-    check_texts(engine, toy(), prompts, params)
-    assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
     assert {key.width for key in engine.buckets.first_keys([(1, 9)] * 4, 4) if key.kind == "step"} <= {1, 2}
     for max_batch, largest in ((9, 4), (None, 4), (3, 3)):
         assert EngineConfig(max_running_requests=4, max_batch=max_batch).largest_batch == largest
@@ -458,12 +418,3 @@ def test_sampling_defaults_of_the_model(monkeypatch):
     completions = engine.generate([prompt] * 3, [short, SamplingParams(**short), short | {"temperature": 0.0}])
     assert [done.output_ids for done in completions] == [drawn, greedy, greedy]
     assert with_sampling(prompt, None, engine.sampling_defaults)[1][0][1] == SamplingParams(temperature=0.9, top_k=20)
-
-
-def test_last_request_of_a_large_batch_drafts():
-    """On a CPU a batch of 20 is too large to draft; its last request drafts."""
-    engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
-    params = [SamplingParams(max_new_tokens=40 if i == 19 else 8) for i in range(20)]
-    completions = engine.generate([[70, 71, 72] * 3] * 20, params)
-    assert engine.buckets.trees[20] == 3 and engine.buckets.trees[16] == 4
-    assert completions[19].spec_accept_length > 1

@@ -64,17 +64,6 @@ def test_logprobs_equal_the_raw_log_softmax(case):
     check_idle(engine)
 
 
-def test_logprobs_of_some_requests_of_a_batch():
-    engine, prompts = shared_engine("NGRAM"), ["hello", "other", "hello there"]
-    params = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=9)]
-    params[2] = replace(params[2], temperature=0.7, seed=1)
-    plain = engine.generate(prompts, params)
-    scored = engine.generate(prompts, [params[0], replace(params[1], logprobs=3), params[2]])
-    assert [outcome(done) for done in scored] == [outcome(done) for done in plain]
-    assert scored[0].logprobs is None and scored[2].logprobs is None
-    check_output(engine, "other", scored[1], 3)
-
-
 def test_logprobs_of_tokens_without_text():
     """An end token and an unfinished character."""
     engine = make_engine(toy(), "NONE", eos=(2,))
@@ -125,14 +114,6 @@ def test_logprobs_of_a_transformer():
     check_prompt(prompt, done.prompt_logprobs, 0, 4, model)
 
 
-def test_prompt_logprobs_with_and_without_those_of_the_output():
-    engine, prompt = shared_engine("NGRAM"), prompt_of(19)
-    for fields, top in (({}, 2), ({"logprobs": 4}, 2), ({"logprobs": 4, "logprob_start_len": 5}, 4)):
-        done = engine.generate(prompt, SamplingParams(max_new_tokens=3, prompt_logprobs=2, **fields))
-        check_prompt(prompt, done.prompt_logprobs, 0, top)
-        assert (done.logprobs is None) == (not fields)
-
-
 def test_prefix_cache_is_used_up_to_the_start():
     engine = make_engine(toy(), "NONE")
     prompt = prompt_of(40)
@@ -170,18 +151,6 @@ def test_retraction_keeps_logprobs(cache, overlap):
         check_prompt(prompt, scored.prompt_logprobs, 2, 1)
         check_output(engine, prompt, scored, 1)
     check_idle(engine)
-
-
-def test_lost_state_keeps_logprobs():
-    engine = make_engine(toy(), "NONE")
-    prompt = prompt_of(60)
-    sequence = engine.add(prompt, SamplingParams(max_new_tokens=4, logprobs=0, logprob_start_len=0))
-    for _ in range(4):
-        engine.step()
-    assert sequence.status is Status.PREFILLING
-    engine._inconsistent = True  # as after a step that failed: what is in flight is not read
-    (done,) = drain(engine).values()
-    check_prompt(prompt, done.prompt_logprobs, 0, 0)
 
 
 def test_zero_new_tokens_only_read_the_prompt():

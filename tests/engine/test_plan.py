@@ -134,7 +134,9 @@ def test_prefills():
         batches = [batch for batch in plan(*situation) if not batch.key.verifies]
         by_id = {prompt.id: prompt for prompt in view.prompts}
         assert sum(batch.runs for batch in batches) <= 1
-        if view.prompts and not (not view.running and view.prefilling > sizes.small):
+        if not view.running and view.prefilling > sizes.small:
+            assert not batches, "one long chunk at a time, for which a new request waits"
+        elif view.prompts:
             assert batches[0].rows[0] == view.prompts[0].id, "the first prompt is not passed over"
         most = sizes.most_prefilled(len(view.running), len(view.prompts))
         for batch in batches:

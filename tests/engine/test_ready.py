@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from distil import pair_model, perfect_head
-from engine_helpers import NGRAM, check_idle, check_plain, check_texts, make_engine, toy
+from engine_helpers import NGRAM, check_idle, check_plain, check_texts, hold, make_engine, toy
 from server_helpers import SECONDS, wait_until
 
 from specjax.drafters import Eagle, TreeShape, make_speculation
@@ -49,20 +49,6 @@ def test_programs_of_an_8b_model_on_a_gpu(name, programs):
     ]
 
 
-def hold(engine: Any, monkeypatch: Any, held: Callable[[Key], bool]) -> tuple[threading.Event, threading.Event]:
-    """Blocks the compilation of these keys. Returns an event that is set while one waits, and one that releases it."""
-    waiting, release, compile_ = threading.Event(), threading.Event(), engine.programs._compile
-
-    def compiled(key: Key) -> Any:
-        if held(key):
-            waiting.set()
-            assert release.wait(SECONDS)
-        return compile_(key)
-
-    monkeypatch.setattr(engine.programs, "_compile", compiled)
-    return waiting, release
-
-
 @pytest.mark.parametrize("costly", [False, True])
 def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
     """While the others compile, no request waits for one of them."""
@@ -81,8 +67,7 @@ def test_requests_run_on_the_programs_of_readiness(monkeypatch, costly):
         assert len(engine.programs.compiled()) == 2
     finally:
         release.set()
-    assert engine.programs.wait(SECONDS)
-    assert engine.programs.compiled() == {*engine.buckets.all_keys()}
+        assert engine.programs.close(SECONDS)
 
 
 def test_phases_of_a_start_are_logged(caplog):
@@ -144,11 +129,10 @@ def is_wide(key: Key) -> bool:
     return key.table > plan.TABLE
 
 
-@pytest.mark.parametrize("name", ["NONE", "NGRAM"])
-def test_wide_table_compiles_when_a_request_needs_it(monkeypatch, name):
+def test_wide_table_compiles_when_a_request_needs_it(monkeypatch):
     """Long requests wait for it, others go on. One grows from the narrow table into the wide one."""
     monkeypatch.setattr(plan, "TABLE", 8)
-    engine = make_engine(toy(), {"NONE": "NONE", "NGRAM": NGRAM}[name], adaptive=True, warm=False)
+    engine = make_engine(toy(), "NONE", warm=False)
     assert engine.buckets.tables == (8, 32)
     engine.warm_up(progress=False)
     assert not any(map(is_wide, engine.programs.compiled()))

@@ -54,15 +54,14 @@ def test_prefixes_go_on_from_snapshots(model):
     assert state["bytes"] == 16 * row
 
 
-@pytest.mark.parametrize(("snapshots", "cached"), [(1, [0, 44, 44, 0, 36]), (0, [0] * 5)])
-def test_few_snapshots(model, snapshots, cached):
-    engine = make_engine(model, NGRAM, state_snapshots=snapshots)
+def test_one_snapshot(model):
+    engine = make_engine(model, NGRAM, state_snapshots=1)
     other = [*BASE[:30], *BASE[:9]]
     prompts = [BASE, BASE, [*BASE, 7], other, other]
     found = [
         ask(engine, model, prompt, temperature=float(i % 2), seed=i).cached_tokens for i, prompt in enumerate(prompts)
     ]
-    assert found == cached
+    assert found == [0, 44, 44, 0, 36]
 
 
 def test_a_running_request_shares_its_snapshots(model):
@@ -82,7 +81,7 @@ def test_a_running_request_shares_its_snapshots(model):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("snapshots", [0, 1, 16])
+@pytest.mark.parametrize("snapshots", [1, 16])
 def test_rows_retraction_and_common_prefixes(model, snapshots):
     """Four rows, each retracted now and then; a row's state is zero or a snapshot when its next request begins."""
     engine = make_engine(model, NGRAM, state_snapshots=snapshots, retract_every=3)
@@ -90,7 +89,7 @@ def test_rows_retraction_and_common_prefixes(model, snapshots):
     params = [SamplingParams(max_new_tokens=12, temperature=float(i % 2), seed=i) for i in range(len(prompts))]
     check_texts(engine, model, prompts, params)
     assert engine.scheduler.retractions > 3
-    assert (engine.counters.cached_tokens > 0) == (snapshots > 0)
+    assert engine.counters.cached_tokens > 0
 
 
 def test_standalone_draft_is_refused(model):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from dataclasses import replace
 
 import jax
 import jsonschema
@@ -86,17 +85,6 @@ def check(engine: Engine, model, batch) -> list[Completion]:
         assert follows(params.grammar, done.output_ids, whole=done.finish_reason["type"] == "stop")
     check_idle(engine)
     return completions
-
-
-@pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("NONE", "NGRAM", "trees"))]
-)
-def test_text_equals_masked_plain_decoding(kind):
-    engine, batch = engine_of(kind), requests(9)
-    completions = check(engine, llama() if kind == "eagle3" else toy(), batch)
-    assert any(done.finish_reason["type"] == "stop" for done in completions)
-    bound = [done for (_, params), done in zip(batch, completions, strict=True) if params.grammar]
-    assert any(done.spec_accept_length > 1 for done in bound) == (kind != "NONE"), "forced tokens are drafts"
 
 
 ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
@@ -180,18 +168,6 @@ def test_limits_under_a_grammar(name):
     check_idle(engine)
 
 
-def test_cached_prompt():
-    engine, prompt = engine_of("NGRAM"), list(range(70, 88))
-    engine.flush_cache()
-    params = SamplingParams(max_new_tokens=50, grammar=OBJECT)
-    first = engine.generate(prompt, params)
-    again = engine.generate([prompt, [*prompt, 5]], [params, replace(params, temperature=1.0, seed=2)])
-    assert first.cached_tokens == 0 and [done.cached_tokens for done in again] == [16, 16]
-    assert again[0].output_ids == first.output_ids
-    check_masked(toy(), [*prompt, 5], replace(params, temperature=1.0, seed=2), again[1])
-    check_idle(engine)
-
-
 def test_grammar_that_cannot_go_on_aborts_one_request():
     engine = engine_of("NGRAM")
     wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
@@ -207,27 +183,6 @@ def test_grammar_that_cannot_go_on_aborts_one_request():
     assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
     check_masked(toy(), HELLO, params[1], completions[1])
     check_plain(toy(), HELLO, params[2], completions[2], EOS)
-    check_idle(engine)
-
-
-def test_constrained_steps_do_not_overlap(monkeypatch):
-    """Their masks depend on the tokens of the last step. Other steps overlap."""
-    engine, unread = engine_of("NONE"), dict[str, list[int]](step=[], constrained=[])
-    run = engine.device.run
-
-    def recorded(key, *arguments):
-        if key.kind in unread:
-            unread[key.kind].append(len(engine.flights))
-        return run(key, *arguments)
-
-    monkeypatch.setattr(engine.device, "run", recorded)
-    params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
-    check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
-    assert set(unread["constrained"][1:]) == {0}
-    engine.generate(HELLO, SamplingParams(max_new_tokens=20))
-    assert min(unread["step"][1:]) == 1
-    while engine.unfinished:
-        engine.step()
     check_idle(engine)
 
 

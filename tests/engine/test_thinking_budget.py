@@ -23,7 +23,6 @@ from engine_helpers import (
     spelled,
     wanted,
 )
-from family_helpers import load_family, save_family
 from harmony_helpers import SCRIPTS, harmony_engine, harmony_tokenizer
 from toy_models import Toy
 
@@ -113,7 +112,7 @@ PROMPTS: list[tuple[list[int], bool | None]] = [
 @pytest.mark.parametrize(
     ("algorithm", "config"),
     [
-        ("NONE", {}), ("NGRAM", {"prefix_cache": False}),
+        ("NGRAM", {"prefix_cache": False}),
         ("EAGLE3", {"overlap": False, "max_total_tokens": 96, "max_running_requests": 6, "context_length": 96}),
     ],
 )  # fmt: skip
@@ -144,10 +143,9 @@ def test_end_of_thoughts_at_the_limit_of_tokens():
     check_idle(engine)
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
-def test_stops_beside_a_forced_end(algorithm):
+def test_stops_beside_a_forced_end():
     """Stop strings of the thoughts, of the forced end and of the answer; stop tokens, also the end itself."""
-    engine, prompt = engine_of(algorithm), [7, 9, BEGIN]
+    engine, prompt = engine_of("EAGLE3"), [7, 9, BEGIN]
     fields = {"max_new_tokens": 20, "thinking_token_budget": 4, "logit_bias": {END: -100.0}}
     plain = engine.generate(prompt, fields)
     assert plain.output_ids[4] == END and plain.output_ids.count(END) == 1
@@ -204,29 +202,6 @@ def test_model_without_markers_ignores_the_budget():
     for value in (-1, -5):
         with pytest.raises(ParameterError, match="thinking_token_budget"):
             SamplingParams(thinking_token_budget=value)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_forced_ends_in_other_families(tmp_path, family):
-    """Recurrent layers and sliding windows resume after a forced end with the expected text."""
-    toy = load_family(save_family(tmp_path, family, vocab_size=48), family).toy
-    engine = make_engine(toy, DRAFTS["NGRAM"])
-    end, prompts = 7, [[5, 9, 11, 9, 11], [8, 20, 21, 22, 8, 20, 21], [30] * 9, [1, 2, 3]]
-    params = [
-        SamplingParams(max_new_tokens=16, seed=i, temperature=0.8 * (i % 2), thinking_token_budget=[0, 3, 6, 40][i])
-        for i in range(len(prompts))
-    ]
-    sequences = [engine.add(prompt, sampling) for prompt, sampling in zip(prompts, params, strict=True)]
-    for sequence, sampling in zip(sequences, params, strict=True):
-        most = sampling.thinking_token_budget or 0
-        sequence.budget = ThinkingBudget(str, most, -1, end, LEAD, begun=True, stops=[], forced=[end])
-    done = drain(engine)
-    for prompt, sampling, sequence in zip(prompts, params, sequences, strict=True):
-        tokens, gaps = expected(toy, prompt, sampling, True, end)
-        close = next((i for i, gap in enumerate(gaps) if gap < NEAR), len(tokens))
-        assert done[sequence.id].output_ids[:close] == tokens[:close]
-        assert end in tokens or sampling.thinking_token_budget == 40
-    check_idle(engine)
 
 
 # Harmony.

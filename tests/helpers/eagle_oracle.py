@@ -6,12 +6,10 @@ committed tokens anew. Nothing here imports jax or specjax.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import oracle
 
 NO_PARENT = -1
 NO_TOKEN = -1
-TABLES = Path(__file__).parents[1] / "golden" / "draft_tables.json"
 
 Tensors = Mapping[str, np.ndarray]  # by the names of FORMATS.md, torch's layout [out, in]
 TokenPath = tuple[int, ...]  # tokens below the root, target ids
@@ -426,37 +423,3 @@ def check_steps(
 
 
 # Drafts that are a table: log-probabilities given the last token, so that a tree can be checked by eye.
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    why: str
-    steps: int
-    topk: int
-    width: int
-    root: int
-    log_probs: np.ndarray  # float32 [V, W]: row = the last token's target id, column = the next one's draft id
-    target_ids: tuple[int, ...] | None = None  # [W]
-
-    def grow(self) -> DraftTree:
-        return grow_tree(
-            lambda path: self.log_probs[path[-1] if path else self.root],
-            self.root,
-            self.steps,
-            self.topk,
-            self.width,
-            target_ids=self.target_ids,
-        )
-
-
-def table_cases() -> list[Case]:
-    """The cases of TABLES; impossible log-probabilities are -inf."""
-    cases = []
-    for record in json.loads(TABLES.read_text())["cases"]:
-        table = [[-math.inf if x is None else x for x in row] for row in record.pop("log_probs")]
-        ids = record.pop("target_ids")
-        cases.append(
-            Case(**record, log_probs=np.array(table, np.float32), target_ids=None if ids is None else tuple(ids))
-        )
-    return cases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any
@@ -173,6 +174,20 @@ def _retract(engine: Engine, every: int) -> None:
         return False
 
     engine.scheduler.reserve = reserve_or_retract
+
+
+def hold(engine: Engine, monkeypatch: Any, held: Callable[[Key], bool]) -> tuple[threading.Event, threading.Event]:
+    """Blocks the compilation of these keys. Returns an event that is set while one waits, and one that releases it."""
+    waiting, release, compile_ = threading.Event(), threading.Event(), engine.programs._compile
+
+    def compiled(key: Key) -> Any:
+        if held(key):
+            waiting.set()
+            assert release.wait(240.0)
+        return compile_(key)
+
+    monkeypatch.setattr(engine.programs, "_compile", compiled)
+    return waiting, release
 
 
 def warm_grammars(engine: Engine) -> Engine:

@@ -81,30 +81,25 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def decoded(leaf: Quantised) -> np.ndarray:
-    """The weights [*out, M] in float64, one output at a time."""
-    codes = np.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
-    weights = np.zeros((len(codes), leaf.depth))
-    place = range(leaf.depth) if leaf.order is None else leaf.order
+    """The weights [*out, M] in float64."""
+    stored = np.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
+    outputs = np.arange(len(stored))
+    if stored.dtype == np.uint8:  # byte j of 32 codes holds code j and, in its high half, code j + 16
+        parts = stored.reshape(len(stored), -1, 16)
+        stored = np.concatenate([parts & 15, parts >> 4], axis=2).reshape(len(stored), -1)
 
-    def factor(array, coarse, output: int, column: int) -> float:
-        if array is None:
-            return 0.0
-        row = np.asarray(array).reshape(-1, array.shape[-1])[output // leaf.rows].astype(np.float64)
-        number = row[column * len(row) // leaf.depth]
-        return number if coarse is None else number * factor(coarse, None, output, column)
+    def of_each_weight(array: np.ndarray, coarse: np.ndarray | None = None) -> np.ndarray:
+        numbers = np.asarray(array).reshape(-1, array.shape[-1]).astype(np.float64)[outputs // leaf.rows]
+        numbers = np.repeat(numbers, leaf.depth // array.shape[-1], axis=1)
+        return numbers if coarse is None else numbers * of_each_weight(coarse)
 
-    for output, stored in enumerate(codes):
-        for column in range(leaf.depth):
-            if stored.dtype == np.uint8:
-                byte = int(stored[column // 32 * 16 + column % 16])
-                code = float(byte >> 4 if column % 32 >= 16 else byte & 15)
-            else:
-                code = float(stored[column])
-            if leaf.is_mxfp4:
-                exponent = int(leaf.scale.reshape(len(codes), -1)[output, column // 32]) - 127
-                weights[output, column] = E2M1[int(code)] * 2.0**exponent
-                continue
-            scale = 1.0 if leaf.scale is None else factor(leaf.scale, leaf.super_scale, output, column)
-            added = factor(leaf.offset, leaf.super_offset, output, column)
-            weights[output, place[column]] = (code - leaf.shift) * scale + added
+    if leaf.is_mxfp4:
+        return (np.array(E2M1)[stored] * 2.0 ** (of_each_weight(leaf.scale) - 127)).reshape(leaf.shape)
+    weights = stored.astype(np.float64) - leaf.shift
+    if leaf.scale is not None:
+        weights *= of_each_weight(leaf.scale, leaf.super_scale)
+    if leaf.offset is not None:
+        weights += of_each_weight(leaf.offset, leaf.super_offset)
+    if leaf.order is not None:
+        weights = weights[:, np.argsort(leaf.order)]
     return weights.reshape(leaf.shape)

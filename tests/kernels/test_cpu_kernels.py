@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import unembed
 from specjax_kernels.cpu import object_code, runtime
 from specjax_kernels.cpu import quantised as cpu_quantised
 from specjax_kernels.cpu import rows as cpu_rows
@@ -45,16 +44,6 @@ def test_products_of_few_rows(depth, columns, transposed, dtype):
     for rows in (2, 3, 5, 8):
         assert takes(rows)
         np.testing.assert_array_equal(np.asarray(product(x[:rows], weight)), alone[:rows])
-
-
-def test_shapes_without_a_kernel():
-    takes = cpu_rows.takes
-    assert takes(8, 16, 9, jnp.bfloat16) and takes(1, 16, 9, jnp.float16)
-    assert not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32) and not takes(1, 16, 9, jnp.int8)
-    assert not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32) and not takes(1, 10, 9, jnp.float32)
-    x, lowered = jnp.ones((1, 1, 9)), jax.jit(lambda x, w: unembed(x, w, transposed=True)).trace
-    assert "custom_call" not in lowered(x, jnp.ones((10, 9))).lower().as_text()
-    assert "custom_call" in lowered(jnp.ones((1, 1, 16)), jnp.ones((10, 16))).lower().as_text()
 
 
 def test_no_kernel_on_several_devices():

@@ -157,7 +157,7 @@ def test_reference_is_the_definition(name: str) -> None:
     np.testing.assert_allclose(run(args, options, "reference"), oracle(args, options), rtol=0, atol=1e-5)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     """Shapes from few values, so that few programs are compiled; lengths, tables, trees and seeds from many."""
@@ -191,26 +191,6 @@ def test_a_mask_shared_by_all_rows() -> None:
     assert_all_agree(every(functools.partial(tree_attention, **options))(*args[:9], shared), expected)
 
 
-def test_a_prefill_chunk_equals_its_tokens_in_turn() -> None:
-    """A causal block equals single queries over a growing prefix of the same tokens."""
-    spec = Spec("chunk", (11,), N=5, C=5, H=4, K=2, E=16, T=4, S=4)
-    args, options = spec.arguments()
-    q, _, _, k_pages, v_pages, table, _, positions, _, mask = args
-    token = jnp.arange(6, 11, dtype=jnp.int32)
-    k_block, v_block = (pages[table[0, token // 4], token % 4][None] for pages in (k_pages, v_pages))
-
-    def attend(q: jax.Array, k_block: jax.Array, v_block: jax.Array, prefix: int) -> np.ndarray:
-        at = positions[:, : q.shape[1]]
-        length = jnp.asarray([prefix], jnp.int32)
-        return run((q, k_block, v_block, k_pages, v_pages, table, length, at, at, mask), options, "xla")
-
-    whole = attend(q, k_block, v_block, 6)
-    for i in range(5):
-        token = slice(i, i + 1)
-        alone = attend(q[:, token], k_block[:, token], v_block[:, token], 6 + i)
-        np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=0, atol=1e-5)
-
-
 def pack(q, key, value) -> jax.Array:
     """The inverse of `unpack`."""
     B, N, H, E = q.shape
@@ -218,10 +198,7 @@ def pack(q, key, value) -> jax.Array:
     return jnp.concatenate([q.reshape(B, N, K, H // K, E), key[:, :, :, None], value[:, :, :, None]], axis=3)
 
 
-PACKED = (
-    "mixed-prefix", "inactive-tree", "tree-33", "gqa-1", "gqa-3", "width-80", "window-tree-holes", "bfloat16", "sinks",
-    "sinks-bfloat16",
-)  # fmt: skip
+PACKED = ("mixed-prefix", "inactive-tree", "tree-33", "gqa-3", "width-80", "window-tree-holes", "sinks-bfloat16")
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -446,38 +423,6 @@ def test_temporary_memory_is_independent_of_pool_and_table(way: str) -> None:
     assert temporary(4096, 512) <= small + 16 * 2 * 512 * 4  # A few int32 arrays of the page table's shape.
 
 
-@pytest.mark.optimized
-@both_ways
-def test_a_commit_in_the_same_program_does_not_copy_the_pool(way: str) -> None:
-    """Donated pools, attention, then a scatter whose indices depend on the result of attention."""
-    P = 2048
-
-    def step(pools, q, table, prefix, positions, bits):
-        new = []
-        for k_pages, v_pages in pools:
-            block = q[:, :, :2]
-            out = xla_attention(q, block, block, k_pages, v_pages, table, prefix, positions, positions, bits)
-            q = q + out
-            new.append(block)
-        keep = jnp.abs(q).sum((2, 3)) >= 0  # [B, N]; whether to write depends on the last layer.
-        free = jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32).reshape(q.shape[:2])
-        at = jnp.where(keep, jnp.take_along_axis(table, positions // 16, axis=1), P + free)
-        pools = [
-            tuple(pages.at[at, positions % 16].set(block, mode="drop", unique_indices=True) for pages in pair)
-            for pair, block in zip(pools, new, strict=True)
-        ]
-        return pools, q
-
-    q, _, _, pool, _, table, prefix, positions, _, bits = shapes(P, 64)
-    pools = [(pool, pool)] * 3
-    with tracing(way):
-        program = jax.jit(step, donate_argnums=0).lower(pools, q, table, prefix, positions, bits).compile()
-    memory = program.memory_analysis()
-    size = P * 16 * 2 * 64 * 4
-    assert memory.alias_size_in_bytes == 6 * size
-    assert memory.temp_size_in_bytes < size / 4
-
-
 @pytest.mark.parametrize(
     ("prefix", "window", "trips"),
     [
@@ -567,7 +512,7 @@ def test_the_cpu_kernel_with_large_scores_and_unseen_rows() -> None:
 @pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [(name, 24) for name in SMALL] + [(name, xla_path.GPU_TOKENS) for name in ("mixed-prefix", "holes", "latent-tree")],
+    [(name, 24) for name in SMALL[::2]] + [(name, xla_path.GPU_TOKENS) for name in ("holes", "latent-tree")],
 )
 def test_xla_operations_of_a_gpu(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch of other platforms: all pages at once, or in chunks if these are too many."""

@@ -26,7 +26,7 @@ def compiled():
 
 
 @pytest.mark.parametrize(("out", "inside"), SHAPES)
-def test_words_of_rows(out, inside):
+def test_words_of_rows(out, inside, monkeypatch):
     codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
     words, output = packed(codes, 4), np.empty((out, inside // 2), np.uint8)
     wider = np.concatenate([words, words[:, :3]], axis=1)
@@ -35,17 +35,22 @@ def test_words_of_rows(out, inside):
         output[...] = 0xAA
         assert repacking.from_rows(layout, output), name
         np.testing.assert_array_equal(output, pack(codes), name)
+        with monkeypatch.context() as patch:
+            patch.setenv("SPECJAX_CPU_KERNELS", "0")
+            np.testing.assert_array_equal(pack_rows(layout), pack(codes), name)
     np.testing.assert_array_equal(pack_rows(layouts["transposed"][3:7]), pack(codes[3:7]))
 
 
 @pytest.mark.parametrize(("out", "inside"), SHAPES)
-def test_words_of_awq(out, inside):
+def test_words_of_awq(out, inside, monkeypatch):
     codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
     words = packed(codes.T.reshape(inside, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(inside, -1), 4)
     output = np.empty((out, inside // 2), np.uint8)
     assert repacking.from_awq(words, output)
     np.testing.assert_array_equal(output, pack(codes))
-    np.testing.assert_array_equal(pack_awq(words), pack(codes))
+    for compiled in ("1", "0"):
+        monkeypatch.setenv("SPECJAX_CPU_KERNELS", compiled)
+        np.testing.assert_array_equal(pack_awq(words), pack(codes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

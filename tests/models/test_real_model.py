@@ -36,10 +36,8 @@ NEAR = 1e-3
 
 MAX_NEW_TOKENS = 32
 
-# From MT-bench (lmsys, Apache-2.0): writing, extraction, coding.
+# From MT-bench (lmsys, Apache-2.0): extraction, coding.
 PROMPTS = [
-    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences and "
-    "must-see attractions.",
     "Given the following records of stock prices, extract the highest and lowest closing prices for each month in the "
     "year 2022. Return the results as a CSV string, with one line allocated for each month.\n"
     "Date,Open,High,Low,Close,Volume\n2022-01-01,150.02,155.28,148.50,153.80,15678900\n"
