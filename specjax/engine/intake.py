@@ -23,7 +23,7 @@ import numpy as np
 from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins_thinking, encode, prompt_tail
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
-from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
+from specjax.engine.sequence import PromptLogprobs, Sequence, SequenceOutput
 from specjax.engine.text import ANALYSIS, FINAL, LEAD, TextStream, ThinkingBudget, Thoughts
 from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
@@ -159,7 +159,8 @@ class Intake:
             patterns=sampling.stop_regex,
             thoughts=self._thoughts(sampling, tokens),
         )
-        request = Request(
+        scores = self._prompt_logprobs(sampling, tokens)
+        return Sequence(
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
@@ -168,12 +169,12 @@ class Intake:
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),
             arrival=number,
+            output=SequenceOutput(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores),
             salt=self.salts(sampling.cache_salt),
+            constraint=constraint,
+            budget=self._budget(sampling, tokens, stops) if limit else None,
+            drafts=sampling.drafts,
         )
-        scores = self._prompt_logprobs(sampling, tokens)
-        output = SequenceOutput(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores)
-        budget = self._budget(sampling, tokens, stops) if limit else None
-        return Sequence(request, output, constraint, budget, drafts=sampling.drafts)
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         last, whose = self.vocab_size - 1, " of this model"

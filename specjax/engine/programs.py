@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ class Programs:
     errors of tracing and compiling are raised by each `get` of the program.
 
     Args:
+        state: arrays, or their shapes.
+        table: pages in the page tables of the rows.
         new_pages: maximum number of pages that a row gets between two steps.
         room: bytes of the device that a program may need beside its arguments; None: unknown. A program that needs more
             fails when it is compiled, so that smaller ones run from the start.
@@ -80,8 +82,9 @@ class Programs:
         target: Target,
         speculation: Speculation,
         params: Params,
-        state: Resident,
+        state: DecodeState,
         *,
+        table: int,
         new_pages: int,
         room: int | None = None,
         verify: Verifier = verify_tree,
@@ -95,11 +98,10 @@ class Programs:
             where = None if mesh is None else leaf.sharding
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        self._params, self._state = jax.tree.map(shape, (params, state))
-        self.state_shapes: DecodeState = self._state.decode
-        self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
+        self._params, self.state_shapes = jax.tree.map(shape, (params, state))
+        self._state = Resident(self.state_shapes, self._input((state.finished.shape[0], table)))
+        self.new_pages, self._pages = new_pages, pool_shape(state.cache).pages
 
-        self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program | Failure]] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
         self._working = False  # the background thread is to fulfil futures
@@ -171,7 +173,6 @@ class Programs:
         The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
         survive the exit, and for no further one.
         """
-        self._executor.submit(self.admit, resumed=True)  # which any load may need
         with self._lock:
             self._submit(keys)
 
@@ -228,7 +229,7 @@ class Programs:
         begun = time.monotonic()
         try:
             with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
-                self.admit(resumed=False)
+                _ = self.admit
                 for key, future in here.items():
                     bar.set_postfix_str(f"{key.kind} {key.width}")
                     future.set_result(self._try(key))
@@ -335,14 +336,11 @@ class Programs:
 
     # What programs compute
 
-    def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
-        """Returns the function that puts a packed `admission` into the state; compiles it at its first use. `resumed`:
-        the request has emitted tokens."""
-        if resumed in self._admit:
-            return self._admit[resumed]
+    @cached_property
+    def admit(self) -> Callable[[Resident, np.ndarray], Resident]:
+        """The function that puts a packed `admission` into the state; compiled at its first use."""
         rows, finished = self.state_shapes.rows, self.state_shapes.finished
-        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
-        arguments = (rows, finished, self._input((admission_size(row, resumed=resumed),)))
+        arguments = (rows, finished, self._input((admission_size(rows),), np.uint8))
         places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
         with self.launch_lock if self._exclusive else contextlib.nullcontext(), under(self._mesh):
             program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
@@ -351,7 +349,6 @@ class Programs:
             rows, finished = program(state.decode.rows, state.decode.finished, packed)
             return state._replace(decode=state.decode._replace(rows=rows, finished=finished))
 
-        self._admit[resumed] = admit
         return admit
 
     def _compile(self, key: Key) -> Program:
@@ -397,9 +394,9 @@ class Programs:
             finally:
                 self.compiling = False
 
-    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def _input(self, shape: tuple[int, ...], dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
         where = None if self._mesh is None else everywhere(self._mesh)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """The function of a key's program, the function that unpacks its input, and the input's shape."""

@@ -88,7 +88,7 @@ class Scheduler:
         if len(prompts) > 1:
             self._turn += 1
             if self._turn % PATIENCE:
-                prompts.sort(key=lambda s: (s.left, s.request.arrival))
+                prompts.sort(key=lambda s: (s.left, s.arrival))
         return prompts
 
     def view(self, unread: Collection[Sequence], *, chunk: int, depth: int, prefilling: int) -> View:
@@ -188,7 +188,7 @@ class Scheduler:
         must have been read: no step may be in flight."""
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        self.retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
+        self.retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.arrival)))
 
     def start_over(self) -> None:
         """After the contents of pages are lost: sends all sequences back to the queue, in order of arrival, and clears
@@ -228,7 +228,7 @@ class Scheduler:
 
         def rank(sequence: Sequence) -> tuple[int, int, int]:
             cached = len(self.prefix.match(sequence.salt_key, sequence.texts)) if by_prefix else 0
-            return -sequence.params.priority, -cached, sequence.request.arrival
+            return -sequence.params.priority, -cached, sequence.arrival
 
         return sorted(waiting, key=rank)
 
@@ -259,7 +259,7 @@ class Scheduler:
         if sequence.output.cached is None:
             sequence.output.cached = reused
         self.active.append(sequence)
-        self.active.sort(key=lambda s: s.request.arrival)
+        self.active.sort(key=lambda s: s.arrival)
         return True
 
     def _allocate(self, count: int) -> list[int] | None:

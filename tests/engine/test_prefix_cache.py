@@ -104,7 +104,7 @@ class World:
             self.scheduler.retract_youngest()
             running = self.scheduler.running()
         for sequence in running:
-            room = sequence.request.limit - len(sequence.output.tokens)
+            room = sequence.limit - len(sequence.output.tokens)
             tokens = [self.rng.randrange(2) for _ in range(min(self.rng.randrange(1, 4), room))]
             self.write(sequence, sequence.active_slot.length, [sequence.output.tokens[-1], *tokens][: len(tokens)])
             sequence.output.tokens += tokens
@@ -112,7 +112,7 @@ class World:
             sequence.active_slot.certain = sequence.active_slot.length
             whole = sequence.prompt + sequence.output.tokens
             assert self.read(sequence, sequence.active_slot.length) == whole[: sequence.active_slot.length]
-            if len(sequence.output.tokens) == sequence.request.limit:
+            if len(sequence.output.tokens) == sequence.limit:
                 self.scheduler.finish(sequence)
 
 

@@ -19,7 +19,7 @@ from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, Speculation,
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.plan import Key
-from specjax.engine.sequence import Request, Sequence, SequenceOutput, Status, completion
+from specjax.engine.sequence import Sequence, SequenceOutput, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
@@ -276,17 +276,16 @@ GREEDY = SamplingParams()
 
 
 def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
-    """A sequence outside any engine. `changes`: fields of its request or its own, `stream`, `tokens` of its output."""
+    """A sequence outside any engine. `changes`: its fields; `stream`, `tokens` of its output."""
     stream = TextStream(
         tokenizer(),
         tuple(params.stop),
         skip_special_tokens=params.skip_special_tokens,
         keep_stop=params.no_stop_trim,
     )
-    request: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": "one", "prompt": [5, 6], "params": params, "limit": 8, "seed": 0, "device_stops": (END,),
         "host_stops": frozenset(), "arrival": 0,
     }  # fmt: skip
-    request |= {name: changes.pop(name) for name in Request.__dataclass_fields__ if name in changes}
     output = SequenceOutput(changes.pop("stream", stream), [0] * 6, tokens=changes.pop("tokens", []))
-    return Sequence(Request(**request), output, **changes)
+    return Sequence(**(fields | changes), output=output)
