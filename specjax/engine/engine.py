@@ -500,12 +500,6 @@ class Engine:
         """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
         self.programs.compile_later(self.buckets.all_keys())
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
-        with self.lock:
-            self.scheduler.check_integrity()
-            assert set(self.runtime.sequences.values()) == {*self.scheduler.waiting, *self.scheduler.active}
-
     # Generation
 
     @overload

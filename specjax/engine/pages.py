@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import chain, count
+from itertools import count
 
 
 class PageAllocator:
@@ -46,14 +46,6 @@ class PageAllocator:
                 raise ValueError(f"page {page} is released twice")
             self._held.remove(page)
             self._free.append(page)
-
-    def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
-        """Raises AssertionError unless exactly the pages in these lists are held, each once."""
-        pages = sorted(chain.from_iterable(held))
-        assert pages == sorted(self._held), f"held: {pages}, recorded: {sorted(self._held)}"
-        assert sorted([*self._free, *pages]) == list(range(len(self._free) + len(pages))), (
-            "a page is lost or free twice"
-        )
 
 
 Text = tuple[int, ...]  # the tokens of one page
@@ -245,18 +237,3 @@ class PrefixCache:
             node = left.pop()
             yield node
             left += node.children.values()
-
-    def check_integrity(self, locked: Iterable[Node]) -> None:
-        """Raises AssertionError unless locks and counts match `locked`, the nodes that sequences hold."""
-        expected: dict[Node, int] = {}
-        for leaf in locked:
-            node: Node | None = leaf
-            while node is not None and node.parent is not None:
-                expected[node] = expected.get(node, 0) + 1
-                node = node.parent
-        nodes = list(self._nodes())
-        assert all(node.locks == expected.get(node, 0) for node in nodes), (
-            "a page of the prefix cache is locked wrongly"
-        )
-        assert set(expected) <= set(nodes), "a request uses a page that is no longer in the prefix cache"
-        assert self.evictable == sum(not node.locks for node in nodes), "evictable pages are miscounted"

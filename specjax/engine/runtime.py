@@ -17,7 +17,7 @@ from jax.profiler import TraceAnnotation
 
 from specjax.engine.device import Device, Output, Read, logprobs_from_bits, prefill_input, read_output, step_input
 from specjax.engine.draft_policy import DraftPolicy
-from specjax.engine.grammar_steps import WALK_SECONDS, grammar_input
+from specjax.engine.grammar_steps import WALK_SECONDS, constrained_input, root_trees
 from specjax.engine.plan import Batch, Buckets
 from specjax.engine.programs import Programs
 from specjax.engine.sampling_params import SamplingParams
@@ -170,7 +170,7 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
         if key.kind == "constrained":
             seconds = WALK_SECONDS if runtime.lossless else math.inf
             trees = _drafted_trees(runtime, batch, inputs)
-            inputs = grammar_input(batch, sequences, inputs, trees, runtime.vocab_size, seconds)
+            inputs = constrained_input(inputs, sequences, trees, batch.forced, runtime.vocab_size, seconds)
         if runtime.policy is not None and runtime.buckets.drafts(key.width):
             runtime.policy.launched(key.width, drafts=key.nodes > 1, trial=batch.trial)
         runtime.counters.steps += 1
@@ -193,17 +193,17 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
     runtime.flights.append(InFlight(batch, sequences, output, slots, launched, prefilled))
 
 
-def _drafted_trees(runtime: Runtime, batch: Batch, step: np.ndarray) -> np.ndarray | None:
-    """The drafter's trees for a step with a grammar; None if nothing is drafted, all tokens are forced, or the
-    drafter's program does not fit into memory, which is logged."""
+def _drafted_trees(runtime: Runtime, batch: Batch, step: np.ndarray) -> np.ndarray:
+    """The drafter's trees for a step with a grammar, int32 [B, 5, N]; roots alone if nothing is drafted, all tokens are
+    forced, or the drafter's program does not fit into memory, which is logged."""
+    roots, key = root_trees(batch.key.width, batch.key.nodes), batch.key.proposal
     if batch.drafted <= batch.forced.keys():
-        return None
-    key = batch.key.proposal
+        return roots
     try:
         program = runtime.programs.get(key)
     except MemoryError:
-        return None
-    return np.array(runtime.device.read(runtime.device.run(key, program, step)))
+        return roots
+    return np.array(runtime.device.read(runtime.device.run(key, program, step))).reshape(roots.shape)
 
 
 # Collect

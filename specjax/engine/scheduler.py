@@ -206,20 +206,6 @@ class Scheduler:
             self._leave(sequence)
         sequence.status = Status.FINISHED
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
-        slots = {sequence.id: sequence.active_slot for sequence in self.active}
-        self.allocator.check_integrity([self.prefix.pages, *(slot.own for slot in slots.values())])
-        self.prefix.check_integrity(slot.node for slot in slots.values() if slot.node is not None)
-        cached = set(self.prefix.pages)
-        for id, slot in slots.items():
-            assert len(set(slot.pages)) == len(slot.pages), f"{id} has a page twice"
-            assert set(slot.pages) <= cached | slot.own, f"{id} uses a page that is not held for it"
-        rows = [slot.index for slot in slots.values()]
-        assert len(set(rows)) == len(self.active), f"two sequences share a slot: {rows}"
-        assert not set(rows) & set(self._free_slots), "a slot is free and taken"
-        assert all(sequence.slot is None for sequence in self.waiting), "a waiting sequence holds a slot"
-
     def _ordered(self) -> list[Sequence]:
         waiting = list(self.waiting)
         by_prefix = self._policy == "lpm" and len(waiting) <= LONG_QUEUE

@@ -302,7 +302,7 @@ def test_excluded_nodes_leave_the_tree():
     trees[1] = trees[0]
     sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "a[bc]"))), idle_sequence()]
     step = np.zeros((2, 3), np.int32)
-    packed = constrained_input(step, sequences, trees.copy(), [[], []], VOCABULARY)
+    packed = constrained_input(step, sequences, trees.copy(), {}, VOCABULARY)
     fields = host_tree(packed[0, 3:28].reshape(5, 5))
     assert fields.tokens.tolist() == [9, a, b, c, -1] and fields.parents.tolist() == [-1, 0, 1, 1, -1]
     assert fields.depth.tolist() == [0, 1, 2, 2, 0] and fields.valid.tolist() == [1, 1, 1, 1, 0]
@@ -313,7 +313,9 @@ def test_excluded_nodes_leave_the_tree():
 
     sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "bcdef|bcdeg")))]
     forced = ids("bcde")
-    packed = constrained_input(np.zeros((1, 2), np.int32), sequences, root_trees(1, 4), [forced], VOCABULARY)
+    packed = constrained_input(
+        np.zeros((1, 2), np.int32), sequences, root_trees(1, 4), {"one": tuple(forced)}, VOCABULARY
+    )
     fields = host_tree(packed[0, 2:22].reshape(5, 4))
     assert fields.tokens[1:].tolist() == forced[:3] and fields.parents.tolist() == [-1, 0, 1, 2]
     assert fields.depth.tolist() == [0, 1, 2, 3] and fields.valid.tolist() == [1, 1, 1, 1]

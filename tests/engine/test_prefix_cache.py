@@ -20,6 +20,7 @@ from engine_helpers import (
     shared_engine,
     toy,
 )
+from integrity import check_scheduler
 
 from specjax.cli import build, flags
 from specjax.drafters import Ngram
@@ -130,14 +131,14 @@ def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
         world.admit()
         if rng.random() < 0.8:
             world.prefill()
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         world.decode()
         if rng.random() < 0.02 and (everyone := [*scheduler.active, *scheduler.waiting]):
             scheduler.finish(rng.choice(everyone))
         if rng.random() < 0.005:
             scheduler.start_over()
             world.contents = {page: [-1] * SIZE for page in world.contents}
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     for _ in range(300):
         world.admit()
         world.prefill()

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
+from integrity import check_integrity
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
@@ -239,7 +240,7 @@ def devices(engine: Engine) -> list[int]:
 
 def check_idle(engine: Engine) -> None:
     """Nothing runs, and every page and slot is back."""
-    engine.check_integrity()
+    check_integrity(engine)
     assert not engine.scheduler.unfinished
     assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
 
@@ -263,7 +264,7 @@ def drain(engine: Engine) -> dict[str, Completion]:
             if sequence.status is Status.FINISHED:
                 assert sequence.id not in done, "reported twice"
                 done[sequence.id] = completion(sequence)
-        engine.check_integrity()
+        check_integrity(engine)
     raise AssertionError(f"does not end: {engine.scheduler.waiting} {engine.scheduler.active}")
 
 
