@@ -84,27 +84,19 @@ PREFILL_NUMBERS = 6  # of a row: slot, tokens, next token; source, snapshot and 
 
 
 def prefill_input(
-    sequences: list[Sequence],
-    batch: int,
-    width: int,
-    table: int,
-    *,
-    rows: int,
-    pages: int,
-    lengths: Iterable[int],
-    snapshots: Iterable[tuple[int, int, int]],
+    key: Key, sequences: list[Sequence], chunks: Iterable[tuple[int, tuple[int, int, int]]], rows: int, pages: int
 ) -> np.ndarray:
-    """Input of a prefill of the next chunk of each sequence's context, int32 [batch, PREFILL_NUMBERS + width + table].
+    """Input of a prefill of the next chunk of each sequence's context, int32 [B, PREFILL_NUMBERS + C + T'].
 
     The last chunk of a context draws a token unless the next token is known. Empty entries get slots from R = `rows`
-    on. `pages` is P; `lengths` are the tokens of each chunk; for `snapshots` see `Scheduler.snapshot`.
+    on. `pages` is P; `chunks` are the tokens of each chunk, and its `Scheduler.snapshot`.
     """
-    first = PREFILL_NUMBERS
-    packed = np.zeros((batch, first + width + table), np.int32)
-    packed[:, 0] = range(rows, rows + batch)
+    first, width = PREFILL_NUMBERS, key.width
+    packed = np.zeros((key.rows, first + width + key.table), np.int32)
+    packed[:, 0] = range(rows, rows + key.rows)
     packed[:, 4] = -1  # no snapshot
     packed[:, first + width :] = pages
-    for i, (sequence, length, snapshot) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
+    for i, (sequence, (length, snapshot)) in enumerate(zip(sequences, chunks, strict=True)):
         context, slot = sequence.context, sequence.active_slot
         end = slot.length + length
         after = context[end] if end < len(context) else sequence.forced_token

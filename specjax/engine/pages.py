@@ -15,9 +15,8 @@ Plain Python, independent of the device.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import count
+from itertools import islice
 
 
 class PageAllocator:
@@ -54,13 +53,12 @@ Text = tuple[int, ...]  # the tokens of one page
 class Node:
     """A page of the cache. A root, one per salt, has no page, and the salt as its text."""
 
-    __slots__ = ("children", "locks", "page", "parent", "snapshot", "text", "used")
+    __slots__ = ("children", "locks", "page", "parent", "snapshot", "text")
 
     def __init__(self, parent: Node | None, text: Hashable, page: int) -> None:
         self.parent, self.text, self.page = parent, text, page
         self.children: dict[Hashable, Node] = {}
         self.locks = 0  # sequences that hold this node or one below
-        self.used = 0  # time of the last unlock, as a count
         self.snapshot: int | None = None  # row of the state after this page
 
 
@@ -110,17 +108,18 @@ class PrefixCache:
     """Pages by the texts that they end. Texts with different salts share nothing.
 
     Attributes:
-        evictable: number of unlocked pages.
         snapshots: of a recurrent model; None: every page's end will do.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, snapshots: Snapshots | None = None) -> None:
         self._allocator, self._size, self.snapshots = allocator, page_size, snapshots
         self._roots: dict[Hashable, Node] = {}
-        self._clock = count(1)
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (used, serial, node), some out of date
-        self._serial = count()
-        self.evictable = 0
+        self._unlocked: dict[Node, None] = {}  # least recently used first; a node comes after those below it
+
+    @property
+    def evictable(self) -> int:
+        """Number of unlocked pages."""
+        return len(self._unlocked)
 
     def texts(self, tokens: list[int], most: int | None = None) -> list[Text]:
         """Splits the first `most` tokens into the texts of full pages."""
@@ -141,18 +140,15 @@ class PrefixCache:
     def lock(self, node: Node | None) -> None:
         """Locks a node and all above it until as many calls of `unlock`."""
         while node is not None and node.parent is not None:
-            self.evictable -= node.locks == 0
+            self._unlocked.pop(node, None)
             node.locks += 1
             node = node.parent
 
     def unlock(self, node: Node | None) -> None:
-        now = next(self._clock)
         while node is not None and node.parent is not None:
             node.locks -= 1
             if node.locks == 0:
-                self.evictable += 1
-                node.used = now
-                self._offer(node)
+                self._unlocked[node] = None
             node = node.parent
 
     def holds(self, salt: Hashable, node: Node | None, text: Text) -> bool:
@@ -173,20 +169,16 @@ class PrefixCache:
         taken = child is None
         if child is None:
             child = parent.children[text] = Node(parent, text, page)
-            self.evictable += 1
-        self.evictable -= child.locks == 0
+        self._unlocked.pop(child, None)
         child.locks += 1  # the sequence holds locks of the nodes above already
         return child, taken
 
     def evict(self, count: int) -> int:
         """Frees up to `count` unlocked pages; returns their number."""
-        freed = 0
-        while freed < count and self._leaves:
-            entry = heapq.heappop(self._leaves)
-            if self._is_idle(*entry):
-                self._remove(entry[2])
-                freed += 1
-        return freed
+        nodes = list(islice(self._unlocked, count))
+        for node in nodes:
+            self._remove(node)
+        return len(nodes)
 
     def clear(self) -> None:
         """Frees all pages, which must be unlocked."""
@@ -197,26 +189,12 @@ class PrefixCache:
             for node in nodes:
                 self.snapshots.drop(node)
         self._roots.clear()
-        self._leaves.clear()
-        self.evictable = 0
+        self._unlocked.clear()
 
     @property
     def pages(self) -> list[int]:
         """All pages of the cache."""
         return [node.page for node in self._nodes()]
-
-    def _offer(self, node: Node) -> None:
-        """Puts a node that may be evicted on the heap."""
-        if node.locks or node.children or node.parent is None:
-            return
-        heapq.heappush(self._leaves, (node.used, next(self._serial), node))
-        if len(self._leaves) > 2 * self.evictable + 64:  # most of them are out of date
-            self._leaves = [entry for entry in self._leaves if self._is_idle(*entry)]
-            heapq.heapify(self._leaves)
-
-    def _is_idle(self, used: int, _: int, node: Node) -> bool:
-        """True if an entry of the heap is up to date and its node may be evicted."""
-        return node.used == used and not node.locks and not node.children and node.parent is not None
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -226,8 +204,7 @@ class PrefixCache:
         self._allocator.release([node.page])
         if self.snapshots is not None:
             self.snapshots.drop(node)
-        self.evictable -= 1
-        self._offer(parent)
+        del self._unlocked[node]
         if self._roots.get(parent.text) is parent and not parent.children:
             del self._roots[parent.text]
 

@@ -175,14 +175,8 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
             runtime.policy.launched(key.width, drafts=key.nodes > 1, trial=batch.trial)
         runtime.counters.steps += 1
     else:
-        snapshots = [
-            runtime.scheduler.snapshot(sequence, tokens)
-            for sequence, tokens in zip(sequences, batch.lengths, strict=True)
-        ]
-        size = {"rows": runtime.rows, "pages": runtime.pages}
-        inputs = prefill_input(
-            sequences, key.rows, key.width, key.table, lengths=batch.lengths, snapshots=snapshots, **size
-        )
+        chunks = [(n, runtime.scheduler.snapshot(each, n)) for each, n in zip(sequences, batch.lengths, strict=True)]
+        inputs = prefill_input(key, sequences, chunks, runtime.rows, runtime.pages)
     output = runtime.device.run(key, program, inputs)
     for sequence, tokens in zip(sequences, batch.lengths, strict=False):
         start = sequence.active_slot.length
