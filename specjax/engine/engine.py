@@ -43,8 +43,6 @@ from specjax.engine.generation import (
     EngineError,
     FairLock,
     StreamChunk,
-    fail,
-    finished,
     forget_frames,
 )
 from specjax.engine.grammar import GRAMMAR_FAILED
@@ -539,47 +537,49 @@ class Engine:
         return done[0] if single else done
 
     def complete(self, sequences: list[Sequence]) -> list[Completion]:
-        """Runs sequences to their end. Raises ValueError if a request with one of their ids is running, and EngineError
-        if a step fails, in this thread or another."""
-        try:
-            for sequence in sequences:
-                self.enqueue(sequence)
-            while any(sequence.status is not Status.FINISHED for sequence in sequences):
-                self._advance()
-        finally:  # an interrupt must not leave requests behind
-            for sequence in sequences:
-                self.end(sequence)
-        return [finished(sequence) for sequence in sequences]
+        """Runs sequences to their end. Raises as `_stream` does."""
+        last = {chunk.prompt_index: chunk.completion for chunk in self._stream(sequences, deltas=False)}
+        return [done for _, done in sorted(last.items()) if done is not None]
 
-    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        """Yields the text of sequences as it comes. Reads the sequences, not the report of `step`, because other
-        threads may step the engine between two chunks."""
+    def _stream(self, sequences: list[Sequence], *, deltas: bool = True) -> Iterator[StreamChunk]:
+        """Yields the text of sequences as it comes, or without `deltas` once at its end. Reads the sequences, not the
+        report of `step`, because other threads may step the engine between two chunks.
+
+        Raises:
+            ValueError: a request with one of their ids is running.
+            EngineError: a step fails, in this thread or another.
+        """
         left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
         try:
             for sequence in sequences:
                 self.enqueue(sequence)
             while left:
                 for reader in list(left):
-                    if (chunk := self._delta(reader)) is None:
+                    ended = reader.sequence.status is Status.FINISHED
+                    if not (deltas or ended) or (chunk := self._delta(reader)) is None:
                         continue
-                    if chunk.completion:
-                        finished(reader.sequence)
+                    if chunk.completion is not None:
                         left.remove(reader)
                     yield chunk
                 if left:
                     self._advance()
-        finally:  # the caller may stop listening
+        finally:  # the caller may stop listening, and an interrupt must not leave requests behind
             for reader in left:
                 self.end(reader.sequence)
 
     def _delta(self, reader: DeltaReader) -> StreamChunk | None:
         with self.lock:
             try:
-                return reader.take()
-            except Exception:
-                fail(reader.sequence)
+                chunk = reader.take()
+            except Exception:  # of this text; the other results are kept
+                logger.exception("request %s failed", reader.sequence.id)
+                reader.sequence.abort(TEXT_FAILED)
                 self.end(reader.sequence, TEXT_FAILED)
-                return reader.take()
+                chunk = reader.take()
+        reason = reader.sequence.output.finish_reason
+        if reason is not None and reason.message == ENGINE_FAILED:
+            raise EngineError(ENGINE_FAILED)
+        return chunk
 
     def _advance(self) -> None:
         """Runs one step. Raises EngineError if it fails; the engine then starts from an empty state."""
