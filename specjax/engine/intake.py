@@ -200,10 +200,12 @@ class Intake:
         if sampling.grammar is None:
             return None
         grammar, reasoning = sampling.grammar, self._reasoning(prompt, sampling.require_reasoning)
-        if self._has_header(prompt):
-            grammar, reasoning = replace(grammar, turn=self.harmony if grammar.turn is None else grammar.turn), None
         try:
-            return Constraint(self.grammars, grammar, reasoning)
+            if grammar.turn is None and self._has_header(prompt):
+                grammar = replace(grammar, turn=self.harmony)
+            elif grammar.turn is None and reasoning is not None:
+                grammar = replace(grammar, turn=reasoning.turn(self.grammars.core.eos_tokens))
+            return Constraint(self.grammars, grammar)
         except GrammarError as error:
             raise ParameterError("grammar", str(error)) from error
 

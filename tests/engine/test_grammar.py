@@ -332,10 +332,13 @@ def test_forced_tokens():
 
 
 def test_grammar_begins_after_reasoning():
-    grammar, (a, b) = Grammar("regex", "ab"), (ids(letter)[0] for letter in "ab")
+    a, b = (ids(letter)[0] for letter in "ab")
     everything = set(range(VOCABULARY))
-    open_block = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=True))
-    may_open = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
+
+    def after_thoughts(begun: bool) -> Constraint:
+        return Constraint(grammars(), Grammar("regex", "ab", Reasoning(START, STOP, begun).turn((END,))))
+
+    open_block, may_open = after_thoughts(True), after_thoughts(False)
 
     def allowed(constraint: Any) -> set[int]:
         return set(np.flatnonzero(as_bools(constraint.mask())).tolist())
@@ -353,7 +356,7 @@ def test_grammar_begins_after_reasoning():
         assert as_bools(out[4]).nonzero()[0].tolist() == [END]
         constraint.consume([STOP])
         assert allowed(constraint) == {a} and constraint.forced(9) == [a, b, END]
-    at_once = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
+    at_once = after_thoughts(False)
     at_once.consume([a])
     assert allowed(at_once) == {b}
 
