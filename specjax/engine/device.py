@@ -26,7 +26,7 @@ from jaxtyping import Bool, Int32, UInt8
 from specjax.drafters.base import Params
 from specjax.engine.plan import Key
 from specjax.engine.sequence import Sequence
-from specjax.logprobs import LOGPROB_IDS, Logprobs
+from specjax.logprobs import Logprobs
 from specjax.state import (
     NO_DRAFT_LIMIT,
     NO_FORCED_TOKEN,
@@ -172,9 +172,9 @@ class Output(NamedTuple):
     """Output of a step or a prefill, on the device. Every step copies `packed`; other fields are copied on request."""
 
     packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
-    logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32
-    trace: Trace | None
-    prompt: Array | None = None  # `logprobs` of a prefill's C tokens, if the program computes them
+    logprobs: Logprobs | None = None
+    trace: Trace | None = None
+    prompt: Logprobs | None = None  # of a prefill's C tokens, if the program computes them
 
 
 def packed(
@@ -183,15 +183,7 @@ def packed(
     """Traces a step or a prefill, and packs its output."""
     state, output = function(*arguments, **fixed)
     integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
-    prompt = None if output.prompt is None else _bits(output.prompt)
-    return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
-
-
-def _bits(logprobs: Logprobs) -> Array:
-    rows = logprobs.drawn.shape[0]
-    floats = [logprobs.drawn, logprobs.top.reshape(rows, -1), logprobs.of_ids.reshape(rows, -1)]
-    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-    return jnp.concatenate([*bits, logprobs.top_ids.reshape(rows, -1)], axis=1)
+    return state, Output(integers, output.logprobs, output.trace, output.prompt)
 
 
 class Read(NamedTuple):
@@ -202,25 +194,11 @@ class Read(NamedTuple):
     logprobs: Logprobs | None  # of numpy arrays
 
 
-def read_output(device: Device, output: Output, top: int | None) -> Read:
-    """Waits for a step and copies its output to the host. `top`: alternatives per token in the log-probabilities, which
-    are not copied if it is None."""
+def read_output(device: Device, output: Output, *, logprobs: bool) -> Read:
+    """Waits for a step and copies its output to the host, the log-probabilities only on request."""
     packed = device.read(output)
     tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
-    logprobs = None if top is None else logprobs_from_bits(output.logprobs, packed.shape[1] - 2, top)
-    return Read(tokens, packed[:, 1].tolist(), logprobs)
-
-
-def logprobs_from_bits(bits: Array, width: int, top: int) -> Logprobs:
-    ends = np.cumsum([width, width * top, width * LOGPROB_IDS])
-    drawn, best, of_ids, ids = np.split(np.asarray(bits), ends, axis=1)
-    fields: Any = (
-        drawn.view(np.float32),
-        best.view(np.float32).reshape(-1, width, top),
-        ids.reshape(-1, width, top),
-        of_ids.view(np.float32).reshape(-1, width, LOGPROB_IDS),
-    )
-    return Logprobs(*fields)
+    return Read(tokens, packed[:, 1].tolist(), jax.tree.map(np.asarray, output.logprobs) if logprobs else None)
 
 
 # Launch

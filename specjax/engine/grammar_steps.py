@@ -60,7 +60,7 @@ def propose_step(
     tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     scores = jax.lax.bitcast_convert_type(tree.scores, jnp.int32)
     fields = [field.astype(jnp.int32) for field in tree._replace(scores=scores)]
-    return state, Output(jnp.concatenate(fields, axis=1), jnp.zeros((fields[0].shape[0], 0), jnp.int32), None)
+    return state, Output(jnp.concatenate(fields, axis=1))
 
 
 def constrained_step(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from specjax.engine.device import Device, Output, Read, logprobs_from_bits, prefill_input, read_output, step_input
+from specjax.engine.device import Device, Output, Read, prefill_input, read_output, step_input
 from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.grammar_steps import WALK_SECONDS, constrained_input, root_trees
 from specjax.engine.plan import Batch, Buckets
@@ -23,7 +23,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import TEXT_FAILED, AbortCode, FinishReason, RawLogprob, Sequence, Slot, Status
-from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
+from specjax.logprobs import Logprobs
 from specjax.state import FULL, NOT_FINITE, RUNS, STOPPED, step_tree
 
 logger = logging.getLogger(__name__)
@@ -211,10 +211,10 @@ def collect_all_but(runtime: Runtime, count: int) -> None:
 
 def collect(runtime: Runtime, flight: InFlight) -> None:
     """Waits for one program and reads its output. Adds sequences with new tokens to `Runtime.changed`."""
-    key, sequences, top = flight.batch.key, flight.sequences, min(TOP_LOGPROBS, runtime.vocab_size)
+    key, sequences = flight.batch.key, flight.sequences
     wanted = any(sequence.params.logprobs is not None for sequence in sequences)
     with TraceAnnotation("wait"):
-        read = read_output(runtime.device, flight.output, top if wanted else None)
+        read = read_output(runtime.device, flight.output, logprobs=wanted)
     seconds = runtime.flights.seconds(flight, len(runtime.programs.ready().compiled))
     if seconds is not None:
         _record_step(runtime, flight, read, seconds)
@@ -231,7 +231,9 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
             start, end = flight.prefilled[i]
             sequence.active_slot.certain = end
             runtime.scheduler.store(sequence)
-            _take_prompt(sequence, flight.output, i, start, end, top)
+            scores, logprobs = sequence.output.prompt_logprobs, flight.output.prompt
+            if scores is not None and logprobs is not None:
+                scores.add(start, end, *(np.asarray(leaf)[i] for leaf in logprobs))
         if not tokens and finish == RUNS:
             continue
         kept = take(sequence, read, flight.output, i, finish, verified=key.verifies, forced=forced)
@@ -262,15 +264,6 @@ def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float)
         if sequence.id in flight.batch.drafted and tokens
     ]
     runtime.policy.record(key.width, seconds, drafted if key.nodes > 1 else None)
-
-
-def _take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: int, top: int) -> None:
-    """Adds the log-probabilities of a prefill of context tokens `start` to `end`. `top`: alternatives per token."""
-    scores = sequence.output.prompt_logprobs
-    if scores is not None and output.prompt is not None:
-        width = output.prompt.shape[1] // (1 + 2 * top + LOGPROB_IDS)
-        logprobs = logprobs_from_bits(output.prompt, width, top)
-        scores.add(start, end, *(np.asarray(leaf[row]) for leaf in logprobs))
 
 
 def take(
