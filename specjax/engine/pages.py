@@ -18,35 +18,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import islice
 
-
-class PageAllocator:
-    """Pages 0 .. P-1 of the pool, each free or held."""
-
-    def __init__(self, pages: int) -> None:
-        self._free = list(range(pages - 1, -1, -1))
-        self._held = set[int]()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` pages, or None, without a change, if fewer are free."""
-        if count > len(self._free):
-            return None
-        taken = [self._free.pop() for _ in range(count)]
-        self._held.update(taken)
-        return taken
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Frees pages. Raises ValueError for a page that is free."""
-        for page in pages:
-            if page not in self._held:
-                raise ValueError(f"page {page} is released twice")
-            self._held.remove(page)
-            self._free.append(page)
-
-
 Text = tuple[int, ...]  # the tokens of one page
 
 
@@ -107,12 +78,15 @@ class Snapshots:
 class PrefixCache:
     """Pages by the texts that they end. Texts with different salts share nothing.
 
+    Args:
+        free: gets the pages that are evicted.
+
     Attributes:
         snapshots: of a recurrent model; None: every page's end will do.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, snapshots: Snapshots | None = None) -> None:
-        self._allocator, self._size, self.snapshots = allocator, page_size, snapshots
+    def __init__(self, free: list[int], page_size: int, snapshots: Snapshots | None = None) -> None:
+        self._free, self._size, self.snapshots = free, page_size, snapshots
         self._roots: dict[Hashable, Node] = {}
         self._unlocked: dict[Node, None] = {}  # least recently used first; a node comes after those below it
 
@@ -184,7 +158,7 @@ class PrefixCache:
         """Frees all pages, which must be unlocked."""
         nodes = list(self._nodes())
         assert not any(node.locks for node in nodes), "the prefix cache is cleared while a request uses it"
-        self._allocator.release(node.page for node in nodes)
+        self._free += [node.page for node in nodes]
         if self.snapshots is not None:
             for node in nodes:
                 self.snapshots.drop(node)
@@ -201,7 +175,7 @@ class PrefixCache:
         assert parent is not None
         del parent.children[node.text]
         node.parent = None
-        self._allocator.release([node.page])
+        self._free.append(node.page)
         if self.snapshots is not None:
             self.snapshots.drop(node)
         del self._unlocked[node]

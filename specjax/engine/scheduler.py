@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from specjax.engine.config import Policy
-from specjax.engine.pages import Node, PageAllocator, PrefixCache, Snapshots
+from specjax.engine.pages import Node, PrefixCache, Snapshots
 from specjax.engine.plan import Prompt, Running, View
 from specjax.engine.sequence import Sequence, Slot, Status
 
@@ -37,9 +37,9 @@ class Scheduler:
         self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs",
         snapshots: int | None = None, recomputed: int = 0,
     ) -> None:  # fmt: skip
-        self.allocator = PageAllocator(pages)
+        self.free_pages = list(range(pages - 1, -1, -1))
         kept = None if snapshots is None else Snapshots(rows, snapshots)
-        self.prefix = PrefixCache(self.allocator, page_size, kept)
+        self.prefix = PrefixCache(self.free_pages, page_size, kept)
         self.page_size = page_size
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
@@ -52,7 +52,7 @@ class Scheduler:
     @property
     def available(self) -> int:
         """Number of pages that are free or can be evicted from the prefix cache."""
-        return self.allocator.free + self.prefix.evictable
+        return len(self.free_pages) + self.prefix.evictable
 
     @property
     def unfinished(self) -> bool:
@@ -249,9 +249,9 @@ class Scheduler:
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        if (missing := count - self.allocator.free) > 0:
+        if (missing := count - len(self.free_pages)) > 0:
             self.prefix.evict(missing)
-        return self.allocator.allocate(count)
+        return None if count > len(self.free_pages) else [self.free_pages.pop() for _ in range(count)]
 
     def retract(self, sequence: Sequence) -> None:
         """Sends a sequence back to the head of the queue. Its tokens in flight are dropped, and drawn again."""
@@ -267,7 +267,7 @@ class Scheduler:
             for row in slot.snapshots.values():
                 self.prefix.snapshots.give(row, None)
         self.prefix.unlock(slot.node)
-        self.allocator.release(slot.own)
+        self.free_pages += slot.own
         self._free_slots.append(slot.index)
         self.active.remove(sequence)
 

@@ -242,7 +242,7 @@ def check_idle(engine: Engine) -> None:
     """Nothing runs, and every page and slot is back."""
     check_integrity(engine)
     assert not engine.scheduler.unfinished
-    assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
+    assert len(engine.scheduler.free_pages) + engine.scheduler.prefix.evictable == engine.pool.pages
 
 
 def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any) -> list[Completion]:

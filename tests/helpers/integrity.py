@@ -12,18 +12,15 @@ from specjax.engine.scheduler import Scheduler
 def check_integrity(engine: Engine) -> None:
     """No page or slot is lost, held twice, or held by no sequence."""
     with engine.lock:
-        check_scheduler(engine.scheduler)
+        check_scheduler(engine.scheduler, engine.pool.pages)
         assert set(engine.runtime.sequences.values()) == {*engine.scheduler.waiting, *engine.scheduler.active}
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
+def check_scheduler(scheduler: Scheduler, pages: int) -> None:
     slots = {sequence.id: sequence.active_slot for sequence in scheduler.active}
-    allocator, cached = scheduler.allocator, scheduler.prefix.pages
+    free, cached = scheduler.free_pages, scheduler.prefix.pages
     held = sorted(chain(cached, *(slot.own for slot in slots.values())))
-    assert held == sorted(allocator._held), f"held: {held}, recorded: {sorted(allocator._held)}"
-    assert sorted([*allocator._free, *held]) == list(range(len(allocator._free) + len(held))), (
-        "a page is lost or free twice"
-    )
+    assert sorted([*free, *held]) == list(range(pages)), "a page is lost, or free or held twice"
     check_locks(scheduler, [slot.node for slot in slots.values() if slot.node is not None])
     for id, slot in slots.items():
         assert len(set(slot.pages)) == len(slot.pages), f"{id} has a page twice"
