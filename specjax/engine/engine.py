@@ -161,7 +161,6 @@ class Engine:
             eos_ids=eos_ids,
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or speculation.runs_model)),
-            late=not config.trace,  # a stream delta belongs to the tree of its step
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         policy = DraftPolicy(self._estimated_ratio, GUESSES[speculation.runs_model]) if self.buckets.chooses else None

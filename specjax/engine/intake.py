@@ -72,7 +72,6 @@ class Intake:
     eos_ids: tuple[int, ...]
     depth: int  # D
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
-    late: bool = True  # see `TextStream`
     seeds: random.Random = field(default_factory=random.SystemRandom)  # draws the seeds of requests without one
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -154,7 +153,7 @@ class Intake:
             cast(tuple[str, ...], sampling.stop),
             skip_special_tokens=sampling.skip_special_tokens,
             keep_stop=sampling.no_stop_trim,
-            late=self.late,
+            late=True,
             unskipped=sampling.kept_special_tokens,
             patterns=sampling.stop_regex,
             thoughts=self._thoughts(sampling, tokens),
