@@ -408,13 +408,6 @@ def test_one_program_a_bucket():
     assert [key for key in engine.buckets.first_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
-def test_small_batch_uses_a_compiled_larger_bucket():
-    engine = shared_engine("NONE")
-    engine.generate(some_prompts(3), SamplingParams(max_new_tokens=5))
-    assert engine.buckets.batches == (1, 4)
-    assert [key.width for key in engine.programs.compiled() if key == Key("step", key.width, key.table)] == [4]
-
-
 def test_requests_above_max_batch_are_decoded_in_parts():
     engine = make_engine(toy(), DRAFTS["NGRAM"], max_batch=2)
     assert engine.buckets.batches == (1, 2) and engine.buckets.batch(4) == 2
