@@ -285,7 +285,11 @@ class Programs:
 
     def _work(self) -> None:
         """Compiles the next program in the background thread, unless `warm_up` has, or the interpreter ends."""
-        if not threading.main_thread().is_alive() or (key := self._claim()) is None:
+        try:
+            self._executor.submit(int)  # does nothing, but fails as soon as the interpreter ends
+        except RuntimeError:
+            return
+        if (key := self._claim()) is None:
             return
         shown = self.progress and key in self._wanted and not self._warming
         with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
@@ -300,7 +304,8 @@ class Programs:
             with contextlib.suppress(RuntimeError):  # the interpreter ends
                 self._executor.submit(self._report, keys, begun)
         else:
-            logger.info("Compiled %d programs in the background in %.1f s", len(keys), time.monotonic() - begun)
+            count = len(self._results().keys() & set(keys))
+            logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
 
     def _try(self, key: Key) -> Program | Failure:
         """Remembers an error, but no interrupt."""
