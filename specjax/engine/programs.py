@@ -269,15 +269,15 @@ class Programs:
                 self._futures[key].set_running_or_notify_cancel()
             return key
 
-    def _fulfil(self, key: Key) -> None:
-        """Compiles a program in this thread."""
+    def _fulfil(self, key: Key, *, logs: bool = False) -> None:
+        """Compiles a program in this thread. `logs`: logs an error that the caller does not raise."""
         try:
             result = self._try(key)
         except BaseException:
             with self._lock:
                 self._futures.pop(key).set_exception(CancelledError())  # for threads that wait, which try again
             raise
-        if isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
+        if logs and isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
             logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
         with self._lock:
             self._futures[key].set_result(result)
@@ -293,7 +293,7 @@ class Programs:
             return
         shown = self.progress and key in self._wanted and not self._warming
         with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
-            self._fulfil(key)
+            self._fulfil(key, logs=True)
             bar.update()
         self._pause(self._seconds[key])
 
