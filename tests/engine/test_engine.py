@@ -26,6 +26,7 @@ from engine_helpers import (
     toy,
     wanted,
 )
+from integrity import check_integrity
 
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.intake import with_sampling
@@ -168,7 +169,7 @@ def test_abort_at_any_step_frees_all_pages():
         for _ in range(steps):
             engine.step()
         assert all(engine.abort(name) for name in (*ids[:3], *ids[4:]))
-        engine.check_integrity()
+        check_integrity(engine)
         done = drain(engine)
         assert outcome(done.pop(ids[3])) == outcome(expected)
         assert not done, "an aborted request is not reported"
@@ -380,14 +381,14 @@ def test_batches_of_max_batch():
     """test_structured.py decodes requests in parts."""
     engine = make_engine(toy(), max_batch=2, warm=False)
     assert engine.buckets.batches == (1, 2) and engine.buckets.batch(4) == 2
-    assert {key.width for key in engine.buckets.first_keys([(1, 9)] * 4, 4) if key.kind == "step"} <= {1, 2}
+    assert {key.width for key in engine.buckets.first_keys(4) if key.kind == "step"} <= {1, 2}
     for max_batch, largest in ((9, 4), (None, 4), (3, 3)):
         assert EngineConfig(max_running_requests=4, max_batch=max_batch).largest_batch == largest
 
 
 def test_warm_up_compiles_all_programs(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
-    first = engine.buckets.first_keys([(9, 11)] * 3, engine.pool.page_size)
+    first = engine.buckets.first_keys(3, 9)
     assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("prefill", 8), ("step", 2)]
     assert sorted(key.rows for key in first) == [1, 1, 2]
     engine.warm_up(progress=True)
