@@ -74,11 +74,11 @@ def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float)
     if runtime.policy is None or key.kind != "step" or not runtime.buckets.drafts(key.width):
         return
     drafted = [
-        (sequence.acceptance, len(tokens))
-        for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)
-        if sequence.id in flight.batch.drafted and tokens
+        (sequence.acceptance, ranks)
+        for sequence, ranks, finish in zip(flight.sequences, read.ranks, read.finish, strict=False)
+        if sequence.id in flight.batch.drafted and finish == RUNS
     ]
-    runtime.policy.record(key.width, seconds, drafted if key.nodes > 1 else None)
+    runtime.policy.record(key.width, key.nodes, seconds, drafted)
 
 
 def _take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: int, top: int) -> None:

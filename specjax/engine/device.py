@@ -194,7 +194,7 @@ def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: Int32[Array, "X"
 class Output(NamedTuple):
     """Output of a step or a prefill, on the device. Every step copies `packed`; other fields are copied on request."""
 
-    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
+    packed: Array  # [B, 2 + 2 J] int32: emitted, finish, tokens, ranks
     logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32
     trace: Trace | None
     prompt: Array | None = None  # `logprobs` of a prefill's C tokens, if the program computes them
@@ -205,7 +205,8 @@ def packed(
 ) -> tuple[DecodeState, Output]:
     """Traces a step or a prefill, and packs its output."""
     state, output = function(*arguments, **fixed)
-    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
+    numbers = [output.emitted[:, None], output.finish[:, None], output.tokens, output.ranks]
+    integers = jnp.concatenate(numbers, axis=1)
     prompt = None if output.prompt is None else _bits(output.prompt)
     return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
 
@@ -222,6 +223,7 @@ class Read(NamedTuple):
 
     tokens: list[list[int]]  # [B][emitted]
     finish: list[int]  # [B]
+    ranks: list[list[int]]  # of the accepted drafts, [B][emitted - 1]; see `specjax.tree.ranks`
     logprobs: Logprobs | None  # of numpy arrays
 
 
@@ -229,9 +231,11 @@ def read_output(device: Device, output: Output, top: int | None) -> Read:
     """Waits for a step and copies its output to the host. `top`: alternatives per token in the log-probabilities, which
     are not copied if it is None."""
     packed = device.read(output)
-    tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
-    logprobs = None if top is None else logprobs_from_bits(output.logprobs, packed.shape[1] - 2, top)
-    return Read(tokens, packed[:, 1].tolist(), logprobs)
+    width, rows = packed.shape[1] // 2 - 1, packed.tolist()
+    tokens = [row[2 : 2 + row[0]] for row in rows]
+    ranks = [row[3 + width : 2 + width + row[0]] for row in rows]
+    logprobs = None if top is None else logprobs_from_bits(output.logprobs, width, top)
+    return Read(tokens, packed[:, 1].tolist(), ranks, logprobs)
 
 
 def logprobs_from_bits(bits: Array, width: int, top: int) -> Logprobs:

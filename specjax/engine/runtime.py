@@ -160,7 +160,7 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
             trees = _drafted_trees(runtime, batch, inputs)
             inputs = grammar_input(batch, sequences, inputs, trees, runtime.vocab_size, seconds)
         if runtime.policy is not None and runtime.buckets.drafts(key.width):
-            runtime.policy.launched(key.width, drafts=key.nodes > 1, trial=batch.trial)
+            runtime.policy.launched(key.width, key.nodes, trial=batch.trial)
         runtime.counters.steps += 1
     else:
         snapshots = [

@@ -39,6 +39,7 @@ def step_of(tree: Tree, drawn: list[int], *, width: int, emitted: int | None = N
         tokens=jnp.array([[NO_TOKEN] * (depth + 1), tokens], jnp.int32),
         emitted=jnp.array([0, count], jnp.int32),
         accepted=jnp.array([0, count - 1], jnp.int32),
+        ranks=jnp.zeros((2, depth + 1), jnp.int32),
         finish=jnp.array([0, 0], jnp.int32),
         logprobs=None,
         trace=trace,
