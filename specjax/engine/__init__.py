@@ -1,6 +1,6 @@
 """The engine: requests in, text out. Plain Python on the host. In reading order:
 
-engine         Engine: requests, the loop (`step`: collect, plan, dispatch), generation
+engine         Engine: requests, the loop (`step`: plan, dispatch, collect), generation
 config         EngineConfig, and the sizes derived from it
 plan           which program runs next, and for which requests, a function of values; `draft_policy`: of how many nodes
 scheduler      which requests have slots and pages: `pages` and the prefix cache
@@ -9,7 +9,7 @@ runtime        what launches a batch, `dispatch`; `collect` reads it; `device`: 
 sequence       a request: its output, its pages, its result; `text`: tokens to text, stop strings
 grammar        structured output; `grammar_steps`: steps with masks from the host
 intake         requests from prompts and `sampling_params`; `generation`: completions and streams
-memory         placement of parameters, size of the KV pool
+memory         a plan of what each device holds, and the size of the KV pool
 """
 
 from specjax.engine.config import EngineConfig

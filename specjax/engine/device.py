@@ -4,7 +4,7 @@ Each array that is sent costs a copy, and page tables hardly change between step
 [R, T], a step's input has only new pages, and inputs and outputs are packed in one int32 array each:
 
     step        [B, 2 + K]           slot, number of pages that the device has, K new pages (NO_PAGE: none)
-    prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
+    prefill     [B, 6 + C + T']      slot, length, next token, three numbers of `RowMoves`, C tokens, all T' <= T pages
     admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, a bit per token: is in the prompt
                 [... + V]            for a resumed request: the number of times that each token was emitted
     output      [B, 2 + J]           of a step or a prefill: emitted, finish, J tokens

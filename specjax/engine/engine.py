@@ -1,10 +1,10 @@
 """The engine: plan -> dispatch -> collect.
 
-One iteration (`step`) admits waiting requests, plans and dispatches at most one prefill and one decode step for each
-running request, and then reads the results of the iteration before. So the device always has its next step queued while
-the host looks at the last one. This is safe because a row that finishes on the device does nothing in later steps,
-because pages are reserved for all that unread steps may commit, and because the device runs steps in order: pages freed
-by a step that was read may be written by one dispatched later.
+One iteration (`step`) admits waiting requests, plans and dispatches at most one prefill, and decode steps in which each
+running request takes part once at most, and then reads the results of the iteration before. So the device always has
+its next step queued while the host looks at the last one. This is safe because a row that finishes on the device does
+nothing in later steps, because pages are reserved for all that unread steps may commit, and because the device runs
+steps in order: pages freed by a step that was read may be written by one dispatched later.
 
     iteration t     dispatch step t     collect step t - 1     (a row that ended in t - 1 was inactive in t)
 """
