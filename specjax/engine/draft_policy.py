@@ -71,12 +71,8 @@ class Mean:
 
 
 class Acceptance:
-    """Accepted nodes of a drafter's trees, by part.
-
-    Args:
-        sizes: the N of all programs, from 1 on.
-        guess: first guess of the acceptance of a draft.
-    """
+    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `guess`: first guess of the
+    acceptance of a draft."""
 
     def __init__(self, sizes: List[int], guess: float) -> None:
         self.sizes, self._guess = tuple(sizes), guess
@@ -126,17 +122,6 @@ class Bucket:
     savings: float = 0.0  # seconds that the next trial may lose
     since: int = 0  # steps since the last trial
 
-    def expected(self, sizes: List[int], cost: Callable[[int], float]) -> dict[int, float]:
-        """Seconds of a step by N; in the unit of `cost` before any step has run."""
-        measured = {n: mean.value for n, mean in sorted(self.seconds.items()) if mean.weight}
-        factors = {n: seconds / cost(n) for n, seconds in measured.items()} or {1: 1.0}
-
-        def estimated(n: int) -> float:
-            least = max((seconds for smaller, seconds in measured.items() if smaller < n), default=0.0)
-            return max(float(np.interp(n, [*factors], [*factors.values()])) * cost(n), least)
-
-        return {n: measured[n] if n in measured else estimated(n) for n in sizes}
-
 
 class Choice(NamedTuple):
     nodes: int  # N of the next step
@@ -159,15 +144,8 @@ class DraftPolicy:
         self._buckets = defaultdict[int, Bucket](Bucket)
 
     def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Mean], steps: int = 1) -> Choice:
-        """Chooses N for the next step of these requests.
-
-        Args:
-            batch: the batch bucket.
-            compiled: N of its programs that can run.
-            requests: number of requests.
-            own: the `Mean` of each of them that drafts.
-            steps: duration of the choice.
-        """
+        """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
+        programs that can run; `own`: the `Mean` of each of them that drafts."""
         rates, bucket = self.rates(batch, requests, own), self._buckets[batch]
         ready = {n: rate for n, rate in rates.items() if n in compiled}
         best, fastest = max(ready, key=ready.__getitem__), max(rates, key=rates.__getitem__)
@@ -191,12 +169,19 @@ class DraftPolicy:
 
     def pays(self, batch: int, nodes: int, requests: int, forced: int) -> bool:
         """True if emitting `forced` tokens in one step of N nodes is faster."""
-        seconds = self.seconds(batch)
-        return (requests + forced) * seconds[1] > requests * seconds[nodes]
+        return (requests + forced) / self.seconds(batch)[nodes] > requests / self.seconds(batch)[1]
 
     def seconds(self, batch: int) -> dict[int, float]:
-        """Expected seconds of a step by N."""
-        return self._buckets[batch].expected(self._sizes[batch], functools.partial(self._cost, batch))
+        """Expected seconds of a step by N; in the unit of `cost` before any step has run."""
+        means = self._buckets[batch].seconds
+        measured = {n: means[n].value for n in self._sizes[batch] if n in means and means[n].weight}
+        factors = {n: seconds / self._cost(batch, n) for n, seconds in measured.items()} or {1: 1.0}
+        expected = dict[int, float]()
+        for n in self._sizes[batch]:
+            estimated = float(np.interp(n, [*factors], [*factors.values()])) * self._cost(batch, n)
+            least = max((seconds for smaller, seconds in measured.items() if smaller < n), default=0.0)
+            expected[n] = measured.get(n, max(estimated, least))
+        return expected
 
     def rates(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
         """Expected tokens a second by N."""
