@@ -41,7 +41,7 @@ def work(algorithm: str, tokens: int) -> None:
     from specjax import Engine, SamplingParams
 
     engine = Engine.from_pretrained(draft=algorithm, config=one_request(), progress=False)
-    engine.warm_up(engine.buckets.single_request_keys(), progress=False)
+    engine.warm_up(progress=False)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     print(json.dumps({"ready": engine.drafter.name}), flush=True)
     for line in sys.stdin:

@@ -52,8 +52,8 @@ from specjax import (
 from specjax.costs import estimated_seconds
 from specjax.drafters import options_of
 from specjax.drafters.options import candidates
-from specjax.engine.config import layout
 from specjax.engine.device import Resident, packed
+from specjax.engine.memory import layout
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, NVIDIA_OPTIONS, named
 from specjax.models import init_params
@@ -209,7 +209,8 @@ def started(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any
         return Resident(init_state(params, target, drafter, rows=rows, pool=pool), tables)
 
     state, new_pages = jax.eval_shape(empty, params), -(-2 * (drafter.depth + 1) // pool.page_size)
-    programs = Programs(target, speculation, params, state, new_pages=new_pages, verify=STRAIGHT)
+    sizes = {"table": buckets.tables[-1], "new_pages": new_pages}
+    programs = Programs(target, speculation, params, state.decode, **sizes, verify=STRAIGHT)
     ready, keys = buckets.ready_keys(), buckets.all_keys()
     document |= {"programs": len(keys), "tree": speculation.note, "tables": buckets.tables, "results": []}
     for key in keys[:5]:

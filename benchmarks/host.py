@@ -39,8 +39,7 @@ from records import DATA, finish, machine
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_speculation, make_target
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
-from specjax.engine import batch as batches
-from specjax.engine import programs
+from specjax.engine import programs, runtime
 from specjax.engine.sequence import Sequence
 from specjax.logprobs import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 from specjax.models import init_params
@@ -132,9 +131,9 @@ class Clock(ExitStack):
 
 def parts(engine: Engine) -> Clock:
     clock = Clock()
-    clock.around(batches, "step_input", "inputs")
+    clock.around(runtime, "step_input", "inputs")
     clock.around(engine.device, "run", "launch")
-    clock.around(batches, "read_output", "output")
+    clock.around(runtime, "read_output", "output")
     clock.around(Sequence, "accept", "text")
     return clock
 

@@ -52,7 +52,7 @@ Contender = Callable[[list[int], int], tuple[list[int], float]]
 def make_engine(model: str, algorithm: str) -> Engine:
     config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False, adaptive=False)
     engine = Engine.from_pretrained(model, draft=algorithm, config=config, progress=False)
-    engine.warm_up(engine.buckets.single_request_keys())
+    engine.warm_up(engine.buckets.first_keys())
     return engine
 
 

@@ -225,7 +225,7 @@ class Source:
         """An engine whose programs are compiled."""
         engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
         batch = config.max_running_requests
-        keys = engine.buckets.single_request_keys() if batch == 1 else None
+        keys = engine.buckets.first_keys() if batch == 1 else None
         if keys is None and self._full_batches:
             widths = {"step": (batch,), "prefill": engine.buckets.chunks}
             keys = [key for key in engine.buckets.all_keys() if key.rows == 1 and key.width in widths.get(key.kind, ())]

@@ -192,8 +192,9 @@ def run(
         return count["drafted"] / count["steps"] if count["steps"] else 1.0
 
     for replica, added in zip(engines, feed(), strict=True):
-        requests = [(len(sequence.context), sequence.most_tokens) for sequence in added]
-        replica.warm_up(replica.buckets.first_keys(requests, replica.pool.page_size), progress=progress)
+        contexts = [len(sequence.context) for sequence in added]
+        if contexts:
+            replica.warm_up(replica.buckets.first_keys(len(contexts), max(contexts)), progress=progress)
     drafted_before = sum(replica.counters.drafted_steps for replica in engines)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()

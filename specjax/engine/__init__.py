@@ -5,7 +5,7 @@ config         EngineConfig, and the sizes derived from it
 plan           which program runs next, and for which requests, a function of values; `draft_policy`: of how many nodes
 scheduler      which requests have slots and pages: `pages` and the prefix cache
 programs       what each program computes, and when it is compiled
-runtime        what launches a batch, `dispatch`; `collect` reads it; `device`: the state, launches, packed arrays
+runtime        what launches a batch, `dispatch`, and reads it, `collect`; `device`: the state, launches, packed arrays
 sequence       a request: its output, its pages, its result; `text`: tokens to text, stop strings
 grammar        structured output; `grammar_steps`: steps with masks from the host
 intake         requests from prompts and `sampling_params`; `generation`: completions and streams

@@ -1,15 +1,11 @@
-"""Settings of an engine, and the sizes derived from them: the context, the pool's pages, the buckets."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from specjax.cache import PoolShape, row_states
-from specjax.drafters.base import Speculation
-from specjax.engine.plan import Buckets
 from specjax.limits import ParameterError, check, documented, setting
-from specjax.models.target import Target
 
 DEFAULT_SNAPSHOTS = 16  # a row of Qwen3.5-27B has 157 MB
 
@@ -110,50 +106,8 @@ class EngineConfig:
     def largest_batch(self) -> int:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
-    def chooses(self, speculation: Speculation) -> bool:
-        """True if `DraftPolicy` decides which steps draft. Tracing needs drafts in every step."""
-        adaptive = not speculation.every_step if self.adaptive is None else self.adaptive
-        return adaptive and speculation.drafter.width > 1 and not self.trace
-
-
-def check_config(config: object) -> None:
-    """Raises TypeError unless `config` is an `EngineConfig`."""
-    if not isinstance(config, EngineConfig):
-        hint = "; write EngineConfig(**config)" if isinstance(config, dict) else ""
-        raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
-
-
-def context_length(target: Target, config: EngineConfig) -> int:
-    """Maximum number of tokens of a request. Raises ValueError if the model has fewer positions."""
-    length, most = config.context_length or target.config.max_positions, target.config.max_positions
-    if length > most:
-        raise ParameterError("context_length", f"{length} exceeds the model's {most} positions", "EngineConfig")
-    return length
-
-
-def snapshot_rows(target: Target, config: EngineConfig) -> int | None:
-    """Number of rows for snapshots of a recurrent model's state; None: the model has no such state."""
-    if not row_states(target.pages):
-        return None
-    rows = DEFAULT_SNAPSHOTS if config.state_snapshots is None else config.state_snapshots
-    return rows if config.prefix_cache else 0
-
-
-def layout(
-    config: EngineConfig,
-    context_length: int,
-    tokens: int,
-    platform: str,
-    speculation: Speculation,
-    *,
-    ragged: bool = False,
-) -> tuple[PoolShape, Buckets]:
-    """Sizes of the compiled programs. Rounds a pool of `tokens` tokens down to pages, at least one."""
-    size = config.page_size
-    pool = PoolShape(max(tokens // size, 1), size)
-    request_pages = min(-(-context_length // size), pool.pages)
-    rows, chunk = config.largest_batch, config.chunked_prefill_size
-    sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
-    # `attention` splits a block over devices by heads, which ragged rows do not support.
-    sizes |= {"adaptive": config.chooses(speculation), "ragged": ragged and config.tensor_parallel == 1}
-    return pool, Buckets.build(platform, speculation, rows=rows, **sizes)
+    @property
+    def snapshot_rows(self) -> int:
+        """Rows for snapshots, if the model is recurrent."""
+        rows = DEFAULT_SNAPSHOTS if self.state_snapshots is None else self.state_snapshots
+        return rows if self.prefix_cache else 0

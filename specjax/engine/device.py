@@ -1,13 +1,12 @@
 """The state on the device, the launch of programs, and the arrays that host and device exchange.
 
 Each array that is sent costs a copy, and page tables hardly change between steps. So the device keeps all page tables,
-[R, T], a step's input has only new pages, and inputs and outputs are packed in one int32 array each:
+[R, T], a step's input has only new pages, and inputs and outputs are packed in one array each, int32 or bytes:
 
     step        [B, 2 + K]           slot, number of pages that the device has, K new pages (NO_PAGE: none)
     prefill     [B, 6 + C + T']      slot, length, next token, three numbers of `RowMoves`, C tokens, all T' <= T pages
-    admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, a bit per token: is in the prompt
-                [... + V]            for a resumed request: the number of times that each token was emitted
-    output      [B, 2 + J]           of a step or a prefill: emitted, finish, J tokens
+    admission   bytes                slot, the fields of a `Row`
+    output      [B, 2 + 2 J]         of a step or a prefill: emitted, finish, J tokens and the ranks of their nodes
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt8
 
 from specjax.drafters.base import Params
 from specjax.engine.plan import Key
 from specjax.engine.sequence import Sequence
-from specjax.logprobs import LOGPROB_IDS, Logprobs
-from specjax.sampling import History
+from specjax.logprobs import Logprobs
 from specjax.state import (
     NO_DRAFT_LIMIT,
     NO_FORCED_TOKEN,
@@ -43,7 +41,6 @@ from specjax.state import (
 )
 
 NO_PAGE = -1
-_WORD = 32  # bits
 
 # Input
 
@@ -87,27 +84,19 @@ PREFILL_NUMBERS = 6  # of a row: slot, tokens, next token; source, snapshot and 
 
 
 def prefill_input(
-    sequences: list[Sequence],
-    batch: int,
-    width: int,
-    table: int,
-    *,
-    rows: int,
-    pages: int,
-    lengths: Iterable[int],
-    snapshots: Iterable[tuple[int, int, int]],
+    key: Key, sequences: list[Sequence], chunks: Iterable[tuple[int, tuple[int, int, int]]], rows: int, pages: int
 ) -> np.ndarray:
-    """Input of a prefill of the next chunk of each sequence's context, int32 [batch, PREFILL_NUMBERS + width + table].
+    """Input of a prefill of the next chunk of each sequence's context, int32 [B, PREFILL_NUMBERS + C + T'].
 
     The last chunk of a context draws a token unless the next token is known. Empty entries get slots from R = `rows`
-    on. `pages` is P; `lengths` are the tokens of each chunk; for `snapshots` see `Scheduler.snapshot`.
+    on. `pages` is P; `chunks` are the tokens of each chunk, and its `Scheduler.snapshot`.
     """
-    first = PREFILL_NUMBERS
-    packed = np.zeros((batch, first + width + table), np.int32)
-    packed[:, 0] = range(rows, rows + batch)
+    first, width = PREFILL_NUMBERS, key.width
+    packed = np.zeros((key.rows, first + width + key.table), np.int32)
+    packed[:, 0] = range(rows, rows + key.rows)
     packed[:, 4] = -1  # no snapshot
     packed[:, first + width :] = pages
-    for i, (sequence, length, snapshot) in enumerate(zip(sequences, lengths, snapshots, strict=True)):
+    for i, (sequence, (length, snapshot)) in enumerate(zip(sequences, chunks, strict=True)):
         context, slot = sequence.context, sequence.active_slot
         end = slot.length + length
         after = context[end] if end < len(context) else sequence.forced_token
@@ -130,62 +119,50 @@ def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], wid
 
 
 def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
-    """A sequence's slot and row of the state, as int32. Penalties count the output of a resumed sequence."""
-    request, slot, params = sequence.request, sequence.active_slot, sequence.params
+    """A sequence's slot and row of the state, as bytes. Penalties count the output of a resumed sequence."""
+    params = sequence.params
     same = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     limit = NO_DRAFT_LIMIT if params.draft_limit is None else params.draft_limit
     row = new_row(
         vocab_size,
-        limit=request.limit,
-        prompt=request.prompt,
+        limit=sequence.limit,
+        prompt=sequence.prompt,
         output=sequence.output.tokens,
         draft_limit=limit if sequence.drafts and params.speculate else 0,
         logprobs=params.logprobs is not None,
         logprob_ids=params.logprob_ids,
-        salt=request.salt,
-        prefix_length=slot.length,
+        salt=sequence.salt,
+        prefix_length=sequence.active_slot.length,
         top_k=min(params.top_k, vocab_size),
         min_tokens=params.min_new_tokens,
-        stop_ids=request.device_stops,
-        seed=request.seed,
+        stop_ids=sequence.device_stops,
+        seed=sequence.seed,
         logit_bias=dict(params.logit_bias),
         **{name: getattr(params, name) for name in same},
     )
-    in_prompt, counts = cast(Any, row.history)
-    small = [_words(leaf) for leaf in jax.tree.leaves(row._replace(history=cast(Any, None)))]
-    bits, seen = np.packbits(in_prompt, bitorder="little"), np.zeros(-(-vocab_size // _WORD), "<i4")
-    seen.view(np.uint8)[: bits.size] = bits
-    return np.concatenate([[np.int32(slot.index)], *small, seen, *([counts] if sequence.output.tokens else [])])
+    leaves = np.int32(sequence.active_slot.index), *jax.tree.leaves(row)
+    return np.concatenate([np.ravel(leaf).view(np.uint8) for leaf in leaves])
 
 
-def _words(value: Any) -> np.ndarray:
-    value = np.atleast_1d(value)
-    return value.astype(np.int32) if value.dtype == np.bool_ else value.view(np.int32)
+def admission_size(rows: Row) -> int:
+    """Number of bytes of an `admission`. `rows`: shapes of the state's rows."""
+    return 4 + sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
 
 
-def admission_size(row: Row, *, resumed: bool) -> int:
-    """Length of an `admission`. `row`: shapes of a row, without the leading axis."""
-    small = sum(leaf.size for leaf in jax.tree.leaves(row._replace(history=cast(Any, None))))
-    vocab_size = row.history.counts.size
-    return 1 + small + -(-vocab_size // _WORD) + vocab_size * resumed
-
-
-def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: Int32[Array, "X"]) -> tuple[Row, Bool[Array, "R"]]:
+def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: UInt8[Array, "X"]) -> tuple[Row, Bool[Array, "R"]]:
     """`specjax.state.admit_row` of an `admission`."""
-    at = 1
-    small, tree = jax.tree.flatten(rows._replace(history=cast(Any, None)))
-    fields = []
-    for leaf in small:
-        words = packed[at : (at := at + prod(leaf.shape[1:]))].reshape(leaf.shape[1:])
-        is_bool = leaf.dtype == np.bool_
-        fields.append(words.astype(bool) if is_bool else jax.lax.bitcast_convert_type(words, leaf.dtype))
-    vocab_size = rows.history.counts.shape[1]
-    seen = packed[at : (at := at + -(-vocab_size // _WORD))]
-    bits = seen[:, None] >> jnp.arange(_WORD, dtype=jnp.int32)[None] & 1
-    counts = packed[at:] if packed.shape[0] > at else jnp.zeros(vocab_size, jnp.int32)
-    history = History(bits.reshape(-1)[:vocab_size].astype(bool), counts)
-    row = jax.tree.unflatten(tree, fields)._replace(history=history)
-    return admit_row(rows, finished, packed[0], row)
+    at = 0
+
+    def read(shape: tuple[int, ...], dtype: Any) -> Array:
+        nonlocal at
+        size = np.dtype(dtype).itemsize
+        part = packed[at : (at := at + prod(shape) * size)]
+        if dtype == np.bool_:
+            return part.reshape(shape) != 0
+        return jax.lax.bitcast_convert_type(part.reshape(*shape, size), dtype)
+
+    slot = read((), np.int32)
+    return admit_row(rows, finished, slot, jax.tree.map(lambda leaf: read(leaf.shape[1:], leaf.dtype), rows))
 
 
 # Output
@@ -195,9 +172,9 @@ class Output(NamedTuple):
     """Output of a step or a prefill, on the device. Every step copies `packed`; other fields are copied on request."""
 
     packed: Array  # [B, 2 + 2 J] int32: emitted, finish, tokens, ranks
-    logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32
-    trace: Trace | None
-    prompt: Array | None = None  # `logprobs` of a prefill's C tokens, if the program computes them
+    logprobs: Logprobs | None = None
+    trace: Trace | None = None
+    prompt: Logprobs | None = None  # of a prefill's C tokens, if the program computes them
 
 
 def packed(
@@ -206,16 +183,7 @@ def packed(
     """Traces a step or a prefill, and packs its output."""
     state, output = function(*arguments, **fixed)
     numbers = [output.emitted[:, None], output.finish[:, None], output.tokens, output.ranks]
-    integers = jnp.concatenate(numbers, axis=1)
-    prompt = None if output.prompt is None else _bits(output.prompt)
-    return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
-
-
-def _bits(logprobs: Logprobs) -> Array:
-    rows = logprobs.drawn.shape[0]
-    floats = [logprobs.drawn, logprobs.top.reshape(rows, -1), logprobs.of_ids.reshape(rows, -1)]
-    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-    return jnp.concatenate([*bits, logprobs.top_ids.reshape(rows, -1)], axis=1)
+    return state, Output(jnp.concatenate(numbers, axis=1), output.logprobs, output.trace, output.prompt)
 
 
 class Read(NamedTuple):
@@ -227,27 +195,14 @@ class Read(NamedTuple):
     logprobs: Logprobs | None  # of numpy arrays
 
 
-def read_output(device: Device, output: Output, top: int | None) -> Read:
-    """Waits for a step and copies its output to the host. `top`: alternatives per token in the log-probabilities, which
-    are not copied if it is None."""
+def read_output(device: Device, output: Output, *, logprobs: bool) -> Read:
+    """Waits for a step and copies its output to the host, the log-probabilities only on request."""
     packed = device.read(output)
     width, rows = packed.shape[1] // 2 - 1, packed.tolist()
     tokens = [row[2 : 2 + row[0]] for row in rows]
     ranks = [row[3 + width : 2 + width + row[0]] for row in rows]
-    logprobs = None if top is None else logprobs_from_bits(output.logprobs, width, top)
-    return Read(tokens, packed[:, 1].tolist(), ranks, logprobs)
-
-
-def logprobs_from_bits(bits: Array, width: int, top: int) -> Logprobs:
-    ends = np.cumsum([width, width * top, width * LOGPROB_IDS])
-    drawn, best, of_ids, ids = np.split(np.asarray(bits), ends, axis=1)
-    fields: Any = (
-        drawn.view(np.float32),
-        best.view(np.float32).reshape(-1, width, top),
-        ids.reshape(-1, width, top),
-        of_ids.view(np.float32).reshape(-1, width, LOGPROB_IDS),
-    )
-    return Logprobs(*fields)
+    read = jax.tree.map(np.asarray, output.logprobs) if logprobs else None
+    return Read(tokens, packed[:, 1].tolist(), ranks, read)
 
 
 # Launch

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import sleep
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, overload
@@ -28,14 +28,13 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from specjax import checkpoint, gpu
-from specjax.cache import PoolShape
+from specjax.cache import PoolShape, row_states
 from specjax.checkpoint.prompts import Prompt, Prompts
 from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params, Speculation
 from specjax.drafters.check import check_custom
-from specjax.engine.collect import collect_all_but
-from specjax.engine.config import EngineConfig, check_config, snapshot_rows
+from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import GUESSES, DraftPolicy
 from specjax.engine.generation import (
@@ -44,8 +43,6 @@ from specjax.engine.generation import (
     EngineError,
     FairLock,
     StreamChunk,
-    fail,
-    finished,
     forget_frames,
 )
 from specjax.engine.grammar import GRAMMAR_FAILED
@@ -53,7 +50,7 @@ from specjax.engine.intake import Intake, Salts, Sampling, with_sampling
 from specjax.engine.memory import Devices, MemoryPlan, held_by, keep_freed_memory, plan_memory
 from specjax.engine.plan import Batch, Drafting, Key, plan
 from specjax.engine.programs import Programs
-from specjax.engine.runtime import Counters, Flights, Runtime, dispatch
+from specjax.engine.runtime import Counters, Flights, Runtime, collect_all_but, dispatch
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import NO_SCORES, TEXT_FAILED, AbortCode, Completion, Sequence, Status
@@ -137,26 +134,23 @@ class Engine:
         if self.platform == "cpu":
             keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
-        self.memory_plan = self.make_plan(config.max_total_tokens).checked()
-        self.pool, self.buckets = self.memory_plan.pool, self.memory_plan.buckets
-        self.context_length, self.snapshots = self.memory_plan.context_length, self.memory_plan.snapshots
+        snapshots = config.snapshot_rows if row_states(target.pages) else None
+        self._sizes = {"rows": rows, "snapshots": snapshots or 0}  # of the state
+        self.memory_plan = memory = self.make_plan(config.max_total_tokens).checked()
+        self.pool, self.buckets, self.context_length = memory.pool, memory.buckets, memory.context_length
         check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
-            reuse=config.prefix_cache and self.snapshots != 0, policy=config.schedule_policy, snapshots=self.snapshots,
+            reuse=config.prefix_cache and snapshots != 0, policy=config.schedule_policy, snapshots=snapshots,
             recomputed=drafter.depth if speculation.runs_model and not self.lossless else 0,
         )  # fmt: skip
-        shapes = jax.eval_shape(lambda: self._empty(rows, self.pool))
-        if self.mesh is not None:  # which axes are split depends on neither rows nor pages
-            shapes = described(shapes, empty_state(self.mesh, lambda: self._empty(1, PoolShape(1, size))))
         self.programs = Programs(
-            target, speculation, params, shapes, new_pages=-(-lookahead // size), verify=verify,
-            trace=config.trace, room=self.memory_plan.room, mesh=self.mesh,
+            target, speculation, params, self._state_shapes(self.pool), table=self.buckets.tables[-1],
+            new_pages=-(-lookahead // size), verify=verify, trace=config.trace, room=memory.room, mesh=self.mesh,
         )  # fmt: skip
         self.device = self.new_device()
-        self.flights = Flights(lambda: len(self.programs.ready().compiled))
-        self.counters = Counters()
+        self.flights, self.counters = Flights(), Counters()
         self._inconsistent = False  # an exception has left `_guarded`
         self.programs.busy = lambda: self.scheduler.unfinished
         self.intake = Intake(
@@ -167,7 +161,6 @@ class Engine:
             eos_ids=eos_ids,
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or speculation.runs_model)),
-            late=not config.trace,  # a stream delta belongs to the tree of its step
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
@@ -430,10 +423,8 @@ class Engine:
         for sequence in self.scheduler.admit():
             if self.policy is not None and self.speculation.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
-                sequence.drafts = sequence.drafts and self.policy.admit(batch, sequence.request.limit)
-            resumed = bool(sequence.output.tokens)
-            admit, packed = self.programs.admit(resumed=resumed), admission(sequence, self.vocab_size)
-            self.device.update(admit, packed)
+                sequence.drafts = sequence.drafts and self.policy.admit(batch, sequence.limit)
+            self.device.update(self.programs.admit, admission(sequence, self.vocab_size))
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.length
 
@@ -447,10 +438,18 @@ class Engine:
 
     # State and programs
 
-    def _empty(self, rows: int, pool: PoolShape) -> Resident:
-        snapshots = self.snapshots or 0
-        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool, snapshots=snapshots)
-        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
+    def _empty(self, pool: PoolShape, **sizes: int) -> DecodeState:
+        return init_state(self._params, self.target, self.drafter, pool=pool, **sizes)
+
+    def _state_shapes(self, pool: PoolShape) -> DecodeState:
+        """Shapes of the state with such a pool, and their shardings on a mesh."""
+        shapes = jax.eval_shape(partial(self._empty, pool, **self._sizes))
+        return shapes if self.mesh is None else described(shapes, self._small_state)
+
+    @cached_property
+    def _small_state(self) -> DecodeState:
+        """A state on the mesh, for its shardings, which depend on neither rows nor pages."""
+        return self._on_devices(partial(self._empty, PoolShape(1, self.config.page_size), rows=1))
 
     @classmethod
     def make_mesh(cls, config: EngineConfig) -> Mesh | None:
@@ -460,17 +459,7 @@ class Engine:
     def make_plan(self, tokens: int | None) -> MemoryPlan:
         """Plans the memory for a pool of `tokens` tokens; None: as many as fit."""
         config, devices = replace(self.config, max_total_tokens=tokens), Devices.of(self.platform, self.mesh)
-        rows, snapshots = config.max_running_requests, snapshot_rows(self.target, config) or 0
-        make = partial(init_state, self._params, self.target, self.drafter)
-        split = None
-        if self.mesh is not None:  # which axes are split depends on neither rows nor pages
-            split = empty_state(self.mesh, partial(make, rows=1, pool=PoolShape(1, config.page_size)))
-
-        def state(pool: PoolShape) -> DecodeState:
-            shapes = jax.eval_shape(partial(make, rows=rows, pool=pool, snapshots=snapshots))
-            return shapes if split is None else described(shapes, split)
-
-        held = held_by(self._params, state, config.page_size)
+        held = held_by(self._params, self._state_shapes, config.page_size)
         return plan_memory(config, self.target, self.speculation, devices, held)
 
     def new_device(self) -> Device:
@@ -478,14 +467,18 @@ class Engine:
         return Device(self._params, self._new_state, self.programs.launch_lock)
 
     def _new_state(self) -> Resident:
-        return self._on_devices(partial(self._empty, self.config.max_running_requests, self.pool))
+        def make() -> Resident:
+            tables = jnp.full((self._sizes["rows"], self.buckets.tables[-1]), self.pool.pages, jnp.int32)
+            return Resident(self._empty(self.pool, **self._sizes), tables)
+
+        return self._on_devices(make)
 
     def _on_devices(self, make: Callable[[], Any]) -> Any:
         return make() if self.mesh is None else empty_state(self.mesh, make)
 
     def without_drafts(self, state: Resident) -> Resident:
         """Returns the state with an empty state of the drafter."""
-        draft = self._on_devices(partial(self.drafter.init, self.params, self.config.max_running_requests, self.pool))
+        draft = self._on_devices(partial(self.drafter.init, self.params, self._sizes["rows"], self.pool))
         return state._replace(decode=state.decode._replace(draft=draft))
 
     def flush_cache(self) -> bool:
@@ -503,18 +496,11 @@ class Engine:
         """Compiles these programs, or all, before their first use. See `Programs.warm_up`."""
         if keys is None:
             keys = self.buckets.all_keys()
-            self.programs.admit(resumed=True)
         self.programs.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self) -> None:
         """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
         self.programs.compile_later(self.buckets.all_keys())
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
-        with self.lock:
-            self.scheduler.check_integrity()
-            assert set(self.runtime.sequences.values()) == {*self.scheduler.waiting, *self.scheduler.active}
 
     # Generation
 
@@ -555,47 +541,49 @@ class Engine:
         return done[0] if single else done
 
     def complete(self, sequences: list[Sequence]) -> list[Completion]:
-        """Runs sequences to their end. Raises ValueError if a request with one of their ids is running, and EngineError
-        if a step fails, in this thread or another."""
-        try:
-            for sequence in sequences:
-                self.enqueue(sequence)
-            while any(sequence.status is not Status.FINISHED for sequence in sequences):
-                self._advance()
-        finally:  # an interrupt must not leave requests behind
-            for sequence in sequences:
-                self.end(sequence)
-        return [finished(sequence) for sequence in sequences]
+        """Runs sequences to their end. Raises as `_stream` does."""
+        last = {chunk.prompt_index: chunk.completion for chunk in self._stream(sequences, deltas=False)}
+        return [done for _, done in sorted(last.items()) if done is not None]
 
-    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        """Yields the text of sequences as it comes. Reads the sequences, not the report of `step`, because other
-        threads may step the engine between two chunks."""
+    def _stream(self, sequences: list[Sequence], *, deltas: bool = True) -> Iterator[StreamChunk]:
+        """Yields the text of sequences as it comes, or without `deltas` once at its end. Reads the sequences, not the
+        report of `step`, because other threads may step the engine between two chunks.
+
+        Raises:
+            ValueError: a request with one of their ids is running.
+            EngineError: a step fails, in this thread or another.
+        """
         left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
         try:
             for sequence in sequences:
                 self.enqueue(sequence)
             while left:
                 for reader in list(left):
-                    if (chunk := self._delta(reader)) is None:
+                    ended = reader.sequence.status is Status.FINISHED
+                    if not (deltas or ended) or (chunk := self._delta(reader)) is None:
                         continue
-                    if chunk.completion:
-                        finished(reader.sequence)
+                    if chunk.completion is not None:
                         left.remove(reader)
                     yield chunk
                 if left:
                     self._advance()
-        finally:  # the caller may stop listening
+        finally:  # the caller may stop listening, and an interrupt must not leave requests behind
             for reader in left:
                 self.end(reader.sequence)
 
     def _delta(self, reader: DeltaReader) -> StreamChunk | None:
         with self.lock:
             try:
-                return reader.take()
-            except Exception:
-                fail(reader.sequence)
+                chunk = reader.take()
+            except Exception:  # of this text; the other results are kept
+                logger.exception("request %s failed", reader.sequence.id)
+                reader.sequence.abort(TEXT_FAILED)
                 self.end(reader.sequence, TEXT_FAILED)
-                return reader.take()
+                chunk = reader.take()
+        reason = reader.sequence.output.finish_reason
+        if reason is not None and reason.message == ENGINE_FAILED:
+            raise EngineError(ENGINE_FAILED)
+        return chunk
 
     def _advance(self) -> None:
         """Runs one step. Raises EngineError if it fails; the engine then starts from an empty state."""
@@ -613,3 +601,10 @@ class Engine:
             if self.programs.is_broken(error):
                 raise EngineError(f"a program that these requests need cannot be compiled: {problem}") from error
             raise EngineError(f"the engine failed and was reset; it can be used again: {problem}") from error
+
+
+def check_config(config: object) -> None:
+    """Raises TypeError unless `config` is an `EngineConfig`."""
+    if not isinstance(config, EngineConfig):
+        hint = "; write EngineConfig(**config)" if isinstance(config, dict) else ""
+        raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")

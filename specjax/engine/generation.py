@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import traceback
 from typing import NamedTuple
 
 from specjax.engine.sequence import (
-    TEXT_FAILED,
     Completion,
     PromptLogprob,
     PromptLogprobs,
@@ -18,8 +16,6 @@ from specjax.engine.sequence import (
     TokenOrigin,
     completion,
 )
-
-logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "the engine failed while the request ran"  # in a step of another caller
 
@@ -146,20 +142,3 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def finished(sequence: Sequence) -> Completion:
-    reason = sequence.output.finish_reason
-    if reason is not None and reason.message == ENGINE_FAILED:
-        raise EngineError(ENGINE_FAILED)
-    try:
-        return completion(sequence)
-    except Exception:  # of this text; the other results are kept
-        fail(sequence)
-        return completion(sequence)
-
-
-def fail(sequence: Sequence) -> None:
-    """Aborts a sequence whose detokenisation failed. Called within the handler of the exception."""
-    logger.exception("request %s failed", sequence.id)
-    sequence.abort(TEXT_FAILED)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -241,7 +241,9 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        if not compiles_soon(grammar):
+        if grammar.turn:
+            self.compiled(replace(grammar, turn=None))  # raises its errors before any thoughts
+        elif not compiles_soon(grammar):
             fewer = "give fewer patterns for one place, or fewer rules"
             raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
         matcher = self._matcher(library_source(grammar))
@@ -305,6 +307,11 @@ class Reasoning(NamedTuple):
     end: int
     begun: bool  # by the prompt; else the model may begin them
 
+    def turn(self, eos_ids: Sequence[int]) -> str:
+        """Lark of an output with thoughts of any tokens but those that end a text."""
+        thoughts = f"<[^{','.join(map(str, sorted({self.end, *eos_ids})))}]>* <[{self.end}]>"
+        return f"start: {thoughts} @text" if self.begun else f"start: (<[{self.start}]> {thoughts})? @text"
+
 
 class Constraint:
     """The tokens that one sequence may emit next. Raises GrammarError if the grammar cannot be compiled.
@@ -317,8 +324,8 @@ class Constraint:
         eos_ids: tokens that end the text where the grammar may end.
     """
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, reasoning: Reasoning | None = None) -> None:
-        self._grammars, self._grammar, self._reasoning = grammars, grammar, reasoning
+    def __init__(self, grammars: Grammars, grammar: Grammar) -> None:
+        self._grammars, self._grammar = grammars, grammar
         self._compiled = grammars.compiled(grammar)
         self._words = mask_words(grammars.vocab_size)
         self.eos_ids = tuple(grammars.core.eos_tokens)
@@ -326,7 +333,6 @@ class Constraint:
         self._consumed: list[int] = []  # tokens that the matcher has consumed
         self._ahead: list[int] = []  # tokens on the path to a node, during the walk of a tree
         self._renewed_at = -1  # number of consumed tokens at the last `renewed`
-        self._thinks = False if reasoning is None else reasoning.begun or None  # None: the next token may begin it
         self._mask: np.ndarray | None = None  # cached mask of the next token
         self.failure: str | None = None
         self._ended = False  # by one of `eos_ids`
@@ -335,8 +341,8 @@ class Constraint:
         """Consumes emitted tokens. A limit of the library that they exceed is a `failure`."""
         self._mask = None
         for token in tokens:
-            if self._ended or self._is_thought(token):
-                continue
+            if self._ended:
+                return
             while not self._matching.consume_token(token):
                 if not self._recover():
                     self._fail()
@@ -364,7 +370,7 @@ class Constraint:
 
     def forced(self, most: int) -> list[int]:
         """Returns up to `most` tokens that must come next."""
-        if self._thinks is not False or self.failure is not None:
+        if self.failure is not None:
             return []
         tokens = self._matching.compute_ff_tokens()[:most]
         count = self._matching.try_consume_tokens(tokens)
@@ -405,19 +411,15 @@ class Constraint:
                 if token in self.eos_ids:  # nothing is emitted after it
                     kept[child] = True
                     continue
-                thinks, is_thought = self._thinks, self._is_thought(token)
-                if not is_thought:
-                    self._ahead.append(token)
-                if is_thought or self._matching.consume_token(token):
+                self._ahead.append(token)
+                if self._matching.consume_token(token):
                     bits = self._bits()
                     if bits.any():
                         out[child], kept[child] = bits, True
                         visit(child)
-                if not is_thought:
-                    self._ahead.pop()
-                    if self._matching.is_error() or not self._matching.rollback(1):
-                        self._restore()
-                self._thinks = thinks
+                self._ahead.pop()
+                if self._matching.is_error() or not self._matching.rollback(1):
+                    self._restore()
 
         if self.failure is None:
             visit(0)
@@ -448,30 +450,13 @@ class Constraint:
     def _fail(self) -> None:
         self.failure = f"its grammar cannot be followed: {error_of(self._matching) or 'no token may come next'}"
 
-    def _is_thought(self, token: int) -> bool:
-        """True if the next token belongs to the reasoning, not to the grammar's text."""
-        if self._thinks is False or self._reasoning is None:
-            return False
-        if self._thinks is None and token != self._reasoning.start:
-            self._thinks = False
-            return False
-        self._thinks = token != self._reasoning.end
-        return True
-
     def _bits(self) -> np.ndarray:
         """The bits of the next token, uint32 [ceil(V / 32)]; zeros after an error of the library."""
         bits = np.zeros(self._words, np.uint32)
-        if self._thinks:
-            bits[:] = ALL
-            for token in self.eos_ids:
-                bits[token // WORD] &= ~np.uint32(1 << token % WORD)
-            return bits
         if not self._matching.is_error():
             self._matching.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matching.is_error():
             bits[:] = 0
-        if self._thinks is None and self._reasoning is not None and bits.any():
-            bits[self._reasoning.start // WORD] |= np.uint32(1 << self._reasoning.start % WORD)
         return bits
 
 

@@ -14,6 +14,7 @@ the host sends. The host packs them in one int32 array:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +27,6 @@ from specjax_kernels import mask_words
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.device import Output, unpack_step
 from specjax.engine.grammar import ALL
-from specjax.engine.plan import Batch
 from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
@@ -60,7 +60,7 @@ def propose_step(
     tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     scores = jax.lax.bitcast_convert_type(tree.scores, jnp.int32)
     fields = [field.astype(jnp.int32) for field in tree._replace(scores=scores)]
-    return state, Output(jnp.concatenate(fields, axis=1), jnp.zeros((fields[0].shape[0], 0), jnp.int32), None)
+    return state, Output(jnp.concatenate(fields, axis=1))
 
 
 def constrained_step(
@@ -97,16 +97,6 @@ def unpack_constrained(
 # On the host
 
 
-def grammar_input(
-    batch: Batch, sequences: list[Sequence], step: np.ndarray, trees: np.ndarray | None, vocab_size: int, seconds: float
-) -> np.ndarray:
-    """Packs the input of a step with grammars. `trees`: the drafter's, packed; None: roots alone."""
-    roots = root_trees(batch.key.width, batch.key.nodes)
-    chains = [list(batch.forced.get(sequence.id, ())) for sequence in sequences]
-    whole = roots if trees is None else trees.reshape(roots.shape)
-    return constrained_input(step, sequences, whole, chains, vocab_size, seconds)
-
-
 def host_tree(fields: np.ndarray) -> Any:
     """A `DraftTree` of views of int32 [5, N] or [5, B, N]. Scores are bit patterns of floats."""
     return DraftTree(*cast(Any, fields))
@@ -123,18 +113,18 @@ def root_trees(batch: int, nodes: int) -> np.ndarray:
 
 
 def constrained_input(
-    step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: list[list[int]], vocab_size: int,
-    seconds: float = WALK_SECONDS,
+    step: np.ndarray, sequences: list[Sequence], trees: np.ndarray, forced: Mapping[str, tuple[int, ...]],
+    vocab_size: int, seconds: float = WALK_SECONDS,
 ) -> np.ndarray:  # fmt: skip
     """Packs the input of a `constrained_step`: the packed input of a step, trees int32 [B, 5, N], and masks. `forced`:
-    tokens that must come next, by sequence, which replace its tree. `seconds`: time for masks below the roots."""
+    tokens that must come next, by request, which replace its tree. `seconds`: time for masks below the roots."""
     batch, _, nodes = trees.shape
     allowed = np.full((batch, nodes, mask_words(vocab_size)), ALL, np.uint32)
     deadline = time.perf_counter() + seconds
     for i, sequence in enumerate(sequences):
         if sequence.constraint is None:
             continue
-        if chain := forced[i][: nodes - 1]:
+        if chain := forced.get(sequence.id, ())[: nodes - 1]:
             trees[i] = _chain(chain, nodes)
         tree = host_tree(trees[i])
         kept = sequence.constraint.masks(tree.tokens, tree.parents, tree.valid != 0, allowed[i], deadline)
@@ -144,7 +134,7 @@ def constrained_input(
     return np.concatenate([step, trees.reshape(batch, -1), allowed.view(np.int32).reshape(batch, -1)], axis=1)
 
 
-def _chain(tokens: list[int], nodes: int) -> np.ndarray:
+def _chain(tokens: tuple[int, ...], nodes: int) -> np.ndarray:
     """A tree with one path, int32 [5, nodes]."""
     fields = root_trees(1, nodes)[0]
     tree, places = host_tree(fields), slice(1, len(tokens) + 1)

@@ -23,7 +23,7 @@ import numpy as np
 from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins_thinking, encode, prompt_tail
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
-from specjax.engine.sequence import PromptLogprobs, Request, Sequence, SequenceOutput
+from specjax.engine.sequence import PromptLogprobs, Sequence, SequenceOutput
 from specjax.engine.text import ANALYSIS, FINAL, LEAD, TextStream, ThinkingBudget, Thoughts
 from specjax.limits import ParameterError
 from specjax.sampling import STOP_IDS
@@ -72,7 +72,6 @@ class Intake:
     eos_ids: tuple[int, ...]
     depth: int  # D
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
-    late: bool = True  # see `TextStream`
     seeds: random.Random = field(default_factory=random.SystemRandom)  # draws the seeds of requests without one
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -154,12 +153,13 @@ class Intake:
             cast(tuple[str, ...], sampling.stop),
             skip_special_tokens=sampling.skip_special_tokens,
             keep_stop=sampling.no_stop_trim,
-            late=self.late,
+            late=True,
             unskipped=sampling.kept_special_tokens,
             patterns=sampling.stop_regex,
             thoughts=self._thoughts(sampling, tokens),
         )
-        request = Request(
+        scores = self._prompt_logprobs(sampling, tokens)
+        return Sequence(
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
@@ -168,12 +168,12 @@ class Intake:
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),
             arrival=number,
+            output=SequenceOutput(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores),
             salt=self.salts(sampling.cache_salt),
+            constraint=constraint,
+            budget=self._budget(sampling, tokens, stops) if limit else None,
+            drafts=sampling.drafts,
         )
-        scores = self._prompt_logprobs(sampling, tokens)
-        output = SequenceOutput(stream, histogram=[0] * (self.depth + 1), prompt_logprobs=scores)
-        budget = self._budget(sampling, tokens, stops) if limit else None
-        return Sequence(request, output, constraint, budget, drafts=sampling.drafts)
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         last, whose = self.vocab_size - 1, " of this model"
@@ -199,10 +199,12 @@ class Intake:
         if sampling.grammar is None:
             return None
         grammar, reasoning = sampling.grammar, self._reasoning(prompt, sampling.require_reasoning)
-        if self._has_header(prompt):
-            grammar, reasoning = replace(grammar, turn=self.harmony if grammar.turn is None else grammar.turn), None
         try:
-            return Constraint(self.grammars, grammar, reasoning)
+            if grammar.turn is None and self._has_header(prompt):
+                grammar = replace(grammar, turn=self.harmony)
+            elif grammar.turn is None and reasoning is not None:
+                grammar = replace(grammar, turn=reasoning.turn(self.grammars.core.eos_tokens))
+            return Constraint(self.grammars, grammar)
         except GrammarError as error:
             raise ParameterError("grammar", str(error)) from error
 

@@ -40,7 +40,7 @@ from specjax_kernels.xla import GPU_TOKENS
 
 from specjax.cache import PoolShape, row_states
 from specjax.drafters.base import Features, Params, Speculation
-from specjax.engine.config import EngineConfig, context_length, layout, snapshot_rows
+from specjax.engine.config import EngineConfig
 from specjax.engine.plan import Buckets
 from specjax.gpu import Memory, this_memory
 from specjax.limits import ParameterError
@@ -73,6 +73,40 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(
         mallopt(M_MMAP_THRESHOLD, MAX_FROM_HEAP) and mallopt(M_TRIM_THRESHOLD, MAX_FREE_HEAP)
     )
+
+
+# Sizes
+
+
+def context_length(target: Target, config: EngineConfig) -> int:
+    """Maximum number of tokens of a request. Raises ValueError if the model has fewer positions."""
+    length, most = config.context_length or target.config.max_positions, target.config.max_positions
+    if length > most:
+        raise ParameterError("context_length", f"{length} exceeds the model's {most} positions", "EngineConfig")
+    return length
+
+
+def layout(
+    config: EngineConfig,
+    context_length: int,
+    tokens: int,
+    platform: str,
+    speculation: Speculation,
+    *,
+    ragged: bool = False,
+) -> tuple[PoolShape, Buckets]:
+    """Sizes of the compiled programs. Rounds a pool of `tokens` tokens down to pages, at least one. Tracing
+    needs drafts in every step."""
+    size = config.page_size
+    pool = PoolShape(max(tokens // size, 1), size)
+    request_pages = min(-(-context_length // size), pool.pages)
+    rows, chunk = config.largest_batch, config.chunked_prefill_size
+    sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
+    # `attention` splits a block over devices by heads, which ragged rows do not support.
+    sizes["ragged"] = ragged and config.tensor_parallel == 1
+    adaptive = not speculation.every_step if config.adaptive is None else config.adaptive
+    sizes["adaptive"] = adaptive and speculation.drafter.width > 1 and not config.trace
+    return pool, Buckets.build(platform, speculation, rows=rows, **sizes)
 
 
 # The plan
@@ -137,7 +171,6 @@ class MemoryPlan:
         pool: size of the KV pool; no pages if the engine does not fit.
         buckets: sizes of the programs.
         context_length: maximum number of tokens of a request.
-        snapshots: rows for snapshots of a recurrent model's state; None: the model has no such state.
         limit: bytes that may be used; None: the memory is shared with other processes.
         problem: why the engine does not fit, and what would; None: it fits.
     """
@@ -146,7 +179,6 @@ class MemoryPlan:
     pool: PoolShape
     buckets: Buckets
     context_length: int
-    snapshots: int | None
     limit: int | None
     problem: ValueError | None
 
@@ -183,7 +215,7 @@ def plan_memory(
 
     Raises ParameterError if the context exceeds the model's positions.
     """
-    context, snapshots, memory = context_length(target, config), snapshot_rows(target, config), devices.memory
+    context, memory = context_length(target, config), devices.memory
     wanted = config.max_running_requests * context
 
     def sizes(tokens: int) -> tuple[PoolShape, Buckets]:
@@ -212,7 +244,7 @@ def plan_memory(
     pool = pool if tokens else pool._replace(pages=0)
     fixed |= {"pool": prod(pool) * held.token, "draft_pool": prod(pool) * held.draft_token}
     terms = (*(Term(name, size, "always") for name, size in fixed.items()), *programs)
-    plan = MemoryPlan(terms, pool, buckets, context, snapshots, memory and memory.limit, problem)
+    plan = MemoryPlan(terms, pool, buckets, context, memory and memory.limit, problem)
     if problem is None and plan.limit is not None and plan.total > plan.limit:
         text = f"{plan.total / 1e9:.2f} GB are needed and there are {plan.limit / 1e9:.2f} GB"
         return replace(plan, problem=ValueError(text))
@@ -295,8 +327,8 @@ def temporary_terms(
         return [*terms, Term("widened", GPU_TOKENS * 4 * pages + 6 * WIDENED if old else 0, when)]
 
     steps = [program("step", batch * nodes, batch * nodes, batch) for batch, nodes in buckets.trees.items()]
-    keys = buckets.prefills("prefill", buckets.tables[0])
-    prefills = [program("prefill", key.rows * key.width, key.rows, key.rows) for key in keys]
+    several = [] if buckets.several is None else [buckets.several[:2]]
+    prefills = [program("prefill", rows * chunk, rows, rows) for rows, chunk in [(1, buckets.chunks[-1]), *several]]
     return (*max(steps, key=temporary_bytes), *max(prefills, key=temporary_bytes))
 
 

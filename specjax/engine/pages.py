@@ -15,46 +15,8 @@ Plain Python, independent of the device.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import chain, count
-
-
-class PageAllocator:
-    """Pages 0 .. P-1 of the pool, each free or held."""
-
-    def __init__(self, pages: int) -> None:
-        self._free = list(range(pages - 1, -1, -1))
-        self._held = set[int]()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` pages, or None, without a change, if fewer are free."""
-        if count > len(self._free):
-            return None
-        taken = [self._free.pop() for _ in range(count)]
-        self._held.update(taken)
-        return taken
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Frees pages. Raises ValueError for a page that is free."""
-        for page in pages:
-            if page not in self._held:
-                raise ValueError(f"page {page} is released twice")
-            self._held.remove(page)
-            self._free.append(page)
-
-    def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
-        """Raises AssertionError unless exactly the pages in these lists are held, each once."""
-        pages = sorted(chain.from_iterable(held))
-        assert pages == sorted(self._held), f"held: {pages}, recorded: {sorted(self._held)}"
-        assert sorted([*self._free, *pages]) == list(range(len(self._free) + len(pages))), (
-            "a page is lost or free twice"
-        )
-
+from itertools import islice
 
 Text = tuple[int, ...]  # the tokens of one page
 
@@ -62,13 +24,12 @@ Text = tuple[int, ...]  # the tokens of one page
 class Node:
     """A page of the cache. A root, one per salt, has no page, and the salt as its text."""
 
-    __slots__ = ("children", "locks", "page", "parent", "snapshot", "text", "used")
+    __slots__ = ("children", "locks", "page", "parent", "snapshot", "text")
 
     def __init__(self, parent: Node | None, text: Hashable, page: int) -> None:
         self.parent, self.text, self.page = parent, text, page
         self.children: dict[Hashable, Node] = {}
         self.locks = 0  # sequences that hold this node or one below
-        self.used = 0  # time of the last unlock, as a count
         self.snapshot: int | None = None  # row of the state after this page
 
 
@@ -117,18 +78,22 @@ class Snapshots:
 class PrefixCache:
     """Pages by the texts that they end. Texts with different salts share nothing.
 
+    Args:
+        free: gets the pages that are evicted.
+
     Attributes:
-        evictable: number of unlocked pages.
         snapshots: of a recurrent model; None: every page's end will do.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, snapshots: Snapshots | None = None) -> None:
-        self._allocator, self._size, self.snapshots = allocator, page_size, snapshots
+    def __init__(self, free: list[int], page_size: int, snapshots: Snapshots | None = None) -> None:
+        self._free, self._size, self.snapshots = free, page_size, snapshots
         self._roots: dict[Hashable, Node] = {}
-        self._clock = count(1)
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (used, serial, node), some out of date
-        self._serial = count()
-        self.evictable = 0
+        self._unlocked: dict[Node, None] = {}  # least recently used first; a node comes after those below it
+
+    @property
+    def evictable(self) -> int:
+        """Number of unlocked pages."""
+        return len(self._unlocked)
 
     def texts(self, tokens: list[int], most: int | None = None) -> list[Text]:
         """Splits the first `most` tokens into the texts of full pages."""
@@ -149,18 +114,15 @@ class PrefixCache:
     def lock(self, node: Node | None) -> None:
         """Locks a node and all above it until as many calls of `unlock`."""
         while node is not None and node.parent is not None:
-            self.evictable -= node.locks == 0
+            self._unlocked.pop(node, None)
             node.locks += 1
             node = node.parent
 
     def unlock(self, node: Node | None) -> None:
-        now = next(self._clock)
         while node is not None and node.parent is not None:
             node.locks -= 1
             if node.locks == 0:
-                self.evictable += 1
-                node.used = now
-                self._offer(node)
+                self._unlocked[node] = None
             node = node.parent
 
     def holds(self, salt: Hashable, node: Node | None, text: Text) -> bool:
@@ -181,61 +143,42 @@ class PrefixCache:
         taken = child is None
         if child is None:
             child = parent.children[text] = Node(parent, text, page)
-            self.evictable += 1
-        self.evictable -= child.locks == 0
+        self._unlocked.pop(child, None)
         child.locks += 1  # the sequence holds locks of the nodes above already
         return child, taken
 
     def evict(self, count: int) -> int:
         """Frees up to `count` unlocked pages; returns their number."""
-        freed = 0
-        while freed < count and self._leaves:
-            entry = heapq.heappop(self._leaves)
-            if self._is_idle(*entry):
-                self._remove(entry[2])
-                freed += 1
-        return freed
+        nodes = list(islice(self._unlocked, count))
+        for node in nodes:
+            self._remove(node)
+        return len(nodes)
 
     def clear(self) -> None:
         """Frees all pages, which must be unlocked."""
         nodes = list(self._nodes())
         assert not any(node.locks for node in nodes), "the prefix cache is cleared while a request uses it"
-        self._allocator.release(node.page for node in nodes)
+        self._free += [node.page for node in nodes]
         if self.snapshots is not None:
             for node in nodes:
                 self.snapshots.drop(node)
         self._roots.clear()
-        self._leaves.clear()
-        self.evictable = 0
+        self._unlocked.clear()
 
     @property
     def pages(self) -> list[int]:
         """All pages of the cache."""
         return [node.page for node in self._nodes()]
 
-    def _offer(self, node: Node) -> None:
-        """Puts a node that may be evicted on the heap."""
-        if node.locks or node.children or node.parent is None:
-            return
-        heapq.heappush(self._leaves, (node.used, next(self._serial), node))
-        if len(self._leaves) > 2 * self.evictable + 64:  # most of them are out of date
-            self._leaves = [entry for entry in self._leaves if self._is_idle(*entry)]
-            heapq.heapify(self._leaves)
-
-    def _is_idle(self, used: int, _: int, node: Node) -> bool:
-        """True if an entry of the heap is up to date and its node may be evicted."""
-        return node.used == used and not node.locks and not node.children and node.parent is not None
-
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[node.text]
         node.parent = None
-        self._allocator.release([node.page])
+        self._free.append(node.page)
         if self.snapshots is not None:
             self.snapshots.drop(node)
-        self.evictable -= 1
-        self._offer(parent)
+        del self._unlocked[node]
         if self._roots.get(parent.text) is parent and not parent.children:
             del self._roots[parent.text]
 
@@ -245,18 +188,3 @@ class PrefixCache:
             node = left.pop()
             yield node
             left += node.children.values()
-
-    def check_integrity(self, locked: Iterable[Node]) -> None:
-        """Raises AssertionError unless locks and counts match `locked`, the nodes that sequences hold."""
-        expected: dict[Node, int] = {}
-        for leaf in locked:
-            node: Node | None = leaf
-            while node is not None and node.parent is not None:
-                expected[node] = expected.get(node, 0) + 1
-                node = node.parent
-        nodes = list(self._nodes())
-        assert all(node.locks == expected.get(node, 0) for node in nodes), (
-            "a page of the prefix cache is locked wrongly"
-        )
-        assert set(expected) <= set(nodes), "a request uses a page that is no longer in the prefix cache"
-        assert self.evictable == sum(not node.locks for node in nodes), "evictable pages are miscounted"

@@ -120,11 +120,8 @@ class Buckets:
     tables: tuple[int, ...]  # pages per request
     trees: Mapping[int, int]  # batch bucket -> largest N of its trees; 1: its steps never draft
     depths: Mapping[int, int]  # N -> depth of trees of N nodes
-    nested: Mapping[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # largest N -> the N among which the policy chooses
+    nested: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # largest N -> N that the policy chooses among
     ready_nodes: int = READY_NODES["gpu"]
-    idle_rows: bool = True  # cost little; False: the last requests of a run are worth smaller programs
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
     free_tokens: int = FREE_TOKENS["cpu"]
 
@@ -164,7 +161,6 @@ class Buckets:
             depths={n: min(speculation.within(n).depth, n - 1) for n in nodes},
             nested=nested,
             ready_nodes=READY_NODES[kind],
-            idle_rows=not (kind == "cpu" and unlimited and width > 1),
             ahead=kind == "gpu",
             free_tokens=FREE_TOKENS[kind],
         )
@@ -266,39 +262,17 @@ class Buckets:
         request. A step with drafts can also run requests that do not draft."""
         return self.all_keys()[:2]
 
-    def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time needs: the small prefill and its steps."""
-        needed = {("step", self.batches[0]), ("prefill", self.small)}
-        return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
+    def first_keys(self, requests: int = 1, longest: int = 1) -> list[Key]:
+        """Programs that so many requests need first, if none has more than `longest` tokens in its context: prefills
+        of the small and, if it pays, of the large chunk, and the steps of their batch bucket."""
+        chunks, batch = {self.small, self.chunks_for(longest)[0]}, self.batch(requests)
 
-    def first_keys(self, requests: Iterable[tuple[int, int]], page_size: int) -> list[Key]:
-        """Programs that these requests need if no others run: tokens of their contexts, and of their longest texts."""
-        requests, keys, table = list(requests), dict[Key, None](), self.tables[0]
-        for left, most in requests:
-            table = max(table, self.tables_for(-(-most // page_size))[0])
-            while left > 0:
-                width = self.chunks_for(left)[0]
-                keys[Key("prefill", width, table)] = None
-                left -= width
-        for key in self.prefills("prefill", table):
-            if key.rows > 1 and len(requests) >= -(-key.size // key.width):
-                keys[key] = None
-        batches = self.shrinking(min(len(requests), self.batches[-1]))
-        sizes = [(batch, nodes) for batch in batches for nodes in self.first_sizes(batch)]
-        return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]
+        def needed(key: Key) -> bool:
+            if key.kind == "step":
+                return key.width == batch
+            return key.width in chunks and (key.rows == 1 or key.size <= requests * key.width)
 
-    def shrinking(self, count: int) -> list[int]:
-        """Batch buckets of `count` requests as they finish: the first, and those below it that draft where it does not;
-        all of them if idle rows cost much."""
-        batches = [self.batch(count)] if count else []
-        for batch in reversed(self.batches):
-            if (
-                batches
-                and batch < batches[-1]
-                and not (self.idle_rows and self.drafts(batch) == self.drafts(batches[-1]))
-            ):
-                batches.append(batch)
-        return batches
+        return list(filter(needed, self.all_keys()))
 
 
 # Values

@@ -10,9 +10,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ class Programs:
     errors of tracing and compiling are raised by each `get` of the program.
 
     Args:
+        state: arrays, or their shapes.
+        table: pages in the page tables of the rows.
         new_pages: maximum number of pages that a row gets between two steps.
         room: bytes of the device that a program may need beside its arguments; None: unknown. A program that needs more
             fails when it is compiled, so that smaller ones run from the start.
@@ -80,8 +82,9 @@ class Programs:
         target: Target,
         speculation: Speculation,
         params: Params,
-        state: Resident,
+        state: DecodeState,
         *,
+        table: int,
         new_pages: int,
         room: int | None = None,
         verify: Verifier = verify_tree,
@@ -95,20 +98,17 @@ class Programs:
             where = None if mesh is None else leaf.sharding
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        self._params, self._state = jax.tree.map(shape, (params, state))
-        self.state_shapes: DecodeState = self._state.decode
-        self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
+        self._params, self.state_shapes = jax.tree.map(shape, (params, state))
+        self._state = Resident(self.state_shapes, self._input((state.finished.shape[0], table)))
+        self.new_pages, self._pages = new_pages, pool_shape(state.cache).pages
 
-        self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program | Failure]] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
-        self._working = False  # the background thread is to fulfil futures
         self._warming = False  # `warm_up` runs, which has a bar for all
         self._wanted: set[Key] = set()  # requests wait for these
         self._seconds: dict[Key, float] = {}  # of each compilation
-        self._lock = threading.Lock()  # for changes of the futures, of `_working` and of `_wanted`
-        self._version = object()  # another one whenever a future has ended or was dropped
-        self._ready: tuple[object, Ready] = None, Ready()  # of a version
+        self._lock = threading.RLock()  # for changes of the futures, of `_ready` and of `_wanted`
+        self._ready = Ready()
         self._exclusive = jax.default_backend() != "cpu"
         self.compiling = False  # with `launch_lock` held, on a GPU
         # Held during a launch and, on a GPU, during a compilation: XLA times candidates on the device.
@@ -121,11 +121,7 @@ class Programs:
 
     def ready(self) -> Ready:
         """The programs that the plan may use."""
-        if self._ready[0] is not (version := self._version):
-            done = self._results()
-            failed = {key for key, got in done.items() if isinstance(got, Failure) and _is_memory(got.error)}
-            self._ready = version, Ready(frozenset(done.keys() - failed), frozenset(failed))
-        return self._ready[1]
+        return self._ready
 
     def compiled(self) -> set[Key]:
         return {key for key, result in self._results().items() if not isinstance(result, Failure)}
@@ -133,22 +129,23 @@ class Programs:
     @property
     def pending(self) -> set[Key]:
         """Keys that are not compiled yet."""
-        return {key for key, future in self._copy() if not future.done()}
+        with self._lock:
+            return {key for key, future in self._futures.items() if not future.done()}
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
         return any(isinstance(result, Failure) and result.error is error for result in self._results().values())
 
     def _results(self) -> dict[Key, Program | Failure]:
-        return {
-            key: future.result()
-            for key, future in self._copy()
-            if future.done() and not future.cancelled() and future.exception() is None
-        }
-
-    def _copy(self) -> list[tuple[Key, Future[Program | Failure]]]:
         with self._lock:
-            return list(self._futures.items())
+            done = {key: future for key, future in self._futures.items() if future.done() and not future.cancelled()}
+            return {key: future.result() for key, future in done.items()}
+
+    def _update(self) -> None:
+        """Sets what `ready` returns; with `_lock` held."""
+        done = self._results()
+        failed = {key for key, got in done.items() if isinstance(got, Failure) and _is_memory(got.error)}
+        self._ready = Ready(frozenset(done.keys() - failed), frozenset(failed))
 
     # When programs are compiled
 
@@ -156,10 +153,12 @@ class Programs:
         """Returns the program of a key, after its compilation. Raises MemoryError if it does not fit into memory, and
         whatever tracing and compiling raise."""
         while True:
-            self.want([key])
+            with self._lock:
+                self.want([key])
+                future = self._futures[key]
             try:
-                result = self._futures[key].result()
-            except (CancelledError, KeyError):  # closed or interrupted, or `warm_up` tries again
+                result = future.result()
+            except CancelledError:  # by `close`, or an interrupt of another thread
                 continue
             if isinstance(result, Failure):
                 raise result.again()
@@ -171,24 +170,27 @@ class Programs:
         The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
         survive the exit, and for no further one.
         """
-        self._executor.submit(self.admit, resumed=True)  # which any load may need
         with self._lock:
-            self._submit(keys)
+            new = self._submit(keys)
+        if new:
+            self._executor.submit(self._report, new, time.monotonic())
 
-    def want(self, keys: Iterable[Key]) -> None:
+    def want(self, keys: Collection[Key]) -> None:
         """Compiles these before all others that are not begun: requests wait for them."""
         with self._lock:
-            self._wanted |= {key for key in keys if not self._has(key) or not self._futures[key].done()}
             self._submit(keys)
+            self._wanted |= {key for key in keys if not self._futures[key].done()}
 
     def wait(self, timeout: float | int | None = None) -> bool:
         """Waits until nothing is pending. Returns True if nothing is."""
         end = None if timeout is None else time.monotonic() + timeout
-        while futures := [future for _, future in self._copy() if not future.done()]:
-            if end is not None and time.monotonic() >= end:
+        while True:
+            with self._lock:
+                futures = [future for future in self._futures.values() if not future.done()]
+            if not futures:
+                return True
+            if wait(futures, None if end is None else max(end - time.monotonic(), 0.0)).not_done:
                 return False
-            wait(futures[:1], None if end is None else max(end - time.monotonic(), 0.0))
-        return True
 
     def close(self, timeout: float | int | None = None) -> bool:
         """Cancels what is not begun, and waits for the rest. Returns True if nothing is being compiled."""
@@ -198,7 +200,8 @@ class Programs:
         return self.wait(timeout)
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these keys and the admission of requests. On a CPU every second one in this thread.
+        """Compiles these keys and the admission of requests. On a CPU this thread helps: while XLA compiles one
+        program, or reads it from the disk, Python traces the next.
 
         Args:
             progress: show a bar on stderr.
@@ -209,106 +212,100 @@ class Programs:
             MemoryError: a program does not fit into memory; if not `strict`, no program of a kind does.
             Exception: whatever tracing and compiling raise.
         """
-        keys = list(keys)
+        keys, begun = list(keys), time.monotonic()
         with self._lock:
             if strict:
-                for key in keys:
-                    if key in self._futures and not self._has(key, failures=False):
+                for key, result in self._results().items():
+                    if key in keys and isinstance(result, Failure):
                         del self._futures[key]
-                        self._version = object()
+                self._update()
             missing = [key for key in keys if not self._has(key)]
             missing.sort(key=lambda key: (key.kind != "step", key))  # steps take longest
-            # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
-            here = {key: self._future(key) for key in ([] if self._exclusive else missing[::2])}
-            for future in here.values():
-                future.set_running_or_notify_cancel()
-            self._wanted |= set(missing)
-            self._submit(missing)
             self._warming = True
-        begun = time.monotonic()
+            self.want(missing)
         try:
             with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
-                self.admit(resumed=False)
-                for key, future in here.items():
+                _ = self.admit
+                while not self._exclusive and (key := self._claim(missing)) is not None:
                     bar.set_postfix_str(f"{key.kind} {key.width}")
-                    future.set_result(self._try(key))
+                    self._fulfil(key)
                     bar.update()
-                for key in (key for key in missing if key not in here):
+                for key in missing:
                     bar.set_postfix_str(f"{key.kind} {key.width}")
                     with contextlib.suppress(MemoryError):  # raised below
                         self.get(key)
-                    bar.update()
+                    bar.update(sum(key not in self.pending for key in missing) - bar.n)
                 bar.set_postfix_str("")
         finally:
-            with self._lock:
-                self._warming = False
-                for key in [key for key, future in here.items() if not future.done()]:  # after an interrupt
-                    self._futures.pop(key).set_exception(CancelledError())
-        for key in keys:
-            if strict or not self._failed(key):
-                self.get(key)
+            self._warming = False
         if missing:
             names = "; ".join(f"{key} ({self._seconds[key]:.1f} s)" for key in missing if key in self._seconds)
             logger.info("Compiled in %.1f s: %s", time.monotonic() - begun, names)
-        for kind in {key.kind for key in keys}:
-            if all(self._failed(key) for key in keys if key.kind == kind):
-                self.get(next(key for key in keys if key.kind == kind))
-
-    def _has(self, key: Key, *, failures: bool = True) -> bool:
-        """True if a key has a future that is not cancelled and, unless `failures`, whose result is a program."""
-        if (future := self._futures.get(key)) is None or future.cancelled():
-            return False
-        return failures or not (future.done() and isinstance(future.result(), Failure))
-
-    def _failed(self, key: Key) -> bool:
-        return key in self.ready().failed
-
-    def _future(self, key: Key) -> Future[Program | Failure]:
-        future = self._futures[key] = Future()
-        future.add_done_callback(lambda _: setattr(self, "_version", object()))
-        return future
-
-    def _submit(self, keys: Iterable[Key]) -> None:
-        """Makes futures for what has none, and lets the background thread fulfil them; with `_lock` held."""
+        failed = self._ready.failed
         for key in keys:
-            if not self._has(key):
-                self._future(key)
-        if self._next() is not None and not self._working:
-            self._working = True
-            self._executor.submit(self._work, time.monotonic(), 0)
+            if strict or key not in failed or all(other in failed for other in keys if other.kind == key.kind):
+                self.get(key)
 
-    def _next(self) -> Key | None:
-        """The next key that is to be compiled: one that requests wait for, else the oldest."""
-        queued = [key for key, future in self._futures.items() if not future.running() and not future.done()]
-        return min(queued, key=lambda key: key not in self._wanted, default=None)
+    def _has(self, key: Key) -> bool:
+        return (future := self._futures.get(key)) is not None and not future.cancelled()
 
-    def _work(self, begun: float, count: int) -> None:
-        """Compiles the next program in the background thread. `begun`, `count`: of those that no
-        request waited for, since it last had nothing to do."""
+    def _submit(self, keys: Iterable[Key]) -> list[Key]:
+        """Makes futures for what has none, and lets the background thread fulfil as many; with `_lock` held. Returns
+        these keys."""
+        new = [key for key in keys if not self._has(key)]
+        for key in new:
+            self._futures.pop(key, None)  # cancelled
+            self._futures[key] = Future()
+            self._executor.submit(self._work)
+        return new
+
+    def _claim(self, among: Collection[Key] | None = None) -> Key | None:
+        """The next key that is to be compiled, which the caller does: one that requests wait for, else the oldest."""
         with self._lock:
-            if (key := self._next()) is None:
-                self._working = False
-                if count:
-                    logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
-                return
-            (future := self._futures[key]).set_running_or_notify_cancel()
-            waits = key in self._wanted
-            shown = self.progress and waits and not self._warming
+            queued = [key for key, future in self._futures.items() if not future.running() and not future.done()]
+            queued = [key for key in queued if among is None or key in among]
+            key = min(queued, key=lambda key: key not in self._wanted, default=None)
+            if key is not None:
+                self._futures[key].set_running_or_notify_cancel()
+            return key
+
+    def _fulfil(self, key: Key, *, logs: bool = False) -> None:
+        """Compiles a program in this thread. `logs`: logs an error that the caller does not raise."""
         try:
-            with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
-                result = self._try(key)
-                bar.update()
+            result = self._try(key)
         except BaseException:
-            future.set_exception(CancelledError())  # for threads that wait, which try again
+            with self._lock:
+                self._futures.pop(key).set_exception(CancelledError())  # for threads that wait, which try again
             raise
-        else:
-            if isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
-                logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
-            future.set_result(result)
-            self._pause(self._seconds[key])
-        finally:
+        if logs and isinstance(result, Failure) and not _is_memory(result.error):  # memory is logged with the key
+            logger.error("A program could not be compiled; requests that need it will fail", exc_info=result.error)
+        with self._lock:
+            self._futures[key].set_result(result)
+            self._update()
+
+    def _work(self) -> None:
+        """Compiles the next program in the background thread, unless `warm_up` has, or the interpreter ends."""
+        try:
+            self._executor.submit(int)  # does nothing, but fails as soon as the interpreter ends
+        except RuntimeError:
+            return
+        if (key := self._claim()) is None:
+            return
+        shown = self.progress and key in self._wanted and not self._warming
+        with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
+            self._fulfil(key, logs=True)
+            bar.update()
+        self._pause(self._seconds[key])
+
+    def _report(self, keys: list[Key], begun: float) -> None:
+        """Logs the end of `compile_later`."""
+        if self.pending & set(keys):  # requests wanted others first
+            time.sleep(PAUSE_SECONDS)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                self._executor.submit(self._work, begun, count + (not waits))
+                self._executor.submit(self._report, keys, begun)
+        else:
+            count = len(self._results().keys() & set(keys))
+            logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
 
     def _try(self, key: Key) -> Program | Failure:
         """Remembers an error, but no interrupt."""
@@ -335,14 +332,11 @@ class Programs:
 
     # What programs compute
 
-    def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
-        """Returns the function that puts a packed `admission` into the state; compiles it at its first use. `resumed`:
-        the request has emitted tokens."""
-        if resumed in self._admit:
-            return self._admit[resumed]
+    @cached_property
+    def admit(self) -> Callable[[Resident, np.ndarray], Resident]:
+        """The function that puts a packed `admission` into the state; compiled at its first use."""
         rows, finished = self.state_shapes.rows, self.state_shapes.finished
-        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
-        arguments = (rows, finished, self._input((admission_size(row, resumed=resumed),)))
+        arguments = (rows, finished, self._input((admission_size(rows),), np.uint8))
         places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
         with self.launch_lock if self._exclusive else contextlib.nullcontext(), under(self._mesh):
             program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
@@ -351,7 +345,6 @@ class Programs:
             rows, finished = program(state.decode.rows, state.decode.finished, packed)
             return state._replace(decode=state.decode._replace(rows=rows, finished=finished))
 
-        self._admit[resumed] = admit
         return admit
 
     def _compile(self, key: Key) -> Program:
@@ -397,9 +390,9 @@ class Programs:
             finally:
                 self.compiling = False
 
-    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def _input(self, shape: tuple[int, ...], dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
         where = None if self._mesh is None else everywhere(self._mesh)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def _function(self, key: Key) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """The function of a key's program, the function that unpacks its input, and the input's shape."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from specjax.engine.config import Policy
-from specjax.engine.pages import Node, PageAllocator, PrefixCache, Snapshots
+from specjax.engine.pages import Node, PrefixCache, Snapshots
 from specjax.engine.plan import Prompt, Running, View
 from specjax.engine.sequence import Sequence, Slot, Status
 
@@ -37,9 +37,9 @@ class Scheduler:
         self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs",
         snapshots: int | None = None, recomputed: int = 0,
     ) -> None:  # fmt: skip
-        self.allocator = PageAllocator(pages)
+        self.free_pages = list(range(pages - 1, -1, -1))
         kept = None if snapshots is None else Snapshots(rows, snapshots)
-        self.prefix = PrefixCache(self.allocator, page_size, kept)
+        self.prefix = PrefixCache(self.free_pages, page_size, kept)
         self.page_size = page_size
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
@@ -52,7 +52,7 @@ class Scheduler:
     @property
     def available(self) -> int:
         """Number of pages that are free or can be evicted from the prefix cache."""
-        return self.allocator.free + self.prefix.evictable
+        return len(self.free_pages) + self.prefix.evictable
 
     @property
     def unfinished(self) -> bool:
@@ -88,7 +88,7 @@ class Scheduler:
         if len(prompts) > 1:
             self._turn += 1
             if self._turn % PATIENCE:
-                prompts.sort(key=lambda s: (s.left, s.request.arrival))
+                prompts.sort(key=lambda s: (s.left, s.arrival))
         return prompts
 
     def view(self, unread: Collection[Sequence], *, chunk: int, depth: int, prefilling: int) -> View:
@@ -188,7 +188,7 @@ class Scheduler:
         must have been read: no step may be in flight."""
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        self.retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.request.arrival)))
+        self.retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.arrival)))
 
     def start_over(self) -> None:
         """After the contents of pages are lost: sends all sequences back to the queue, in order of arrival, and clears
@@ -206,20 +206,6 @@ class Scheduler:
             self._leave(sequence)
         sequence.status = Status.FINISHED
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a page or slot is lost, held twice, or held by no sequence."""
-        slots = {sequence.id: sequence.active_slot for sequence in self.active}
-        self.allocator.check_integrity([self.prefix.pages, *(slot.own for slot in slots.values())])
-        self.prefix.check_integrity(slot.node for slot in slots.values() if slot.node is not None)
-        cached = set(self.prefix.pages)
-        for id, slot in slots.items():
-            assert len(set(slot.pages)) == len(slot.pages), f"{id} has a page twice"
-            assert set(slot.pages) <= cached | slot.own, f"{id} uses a page that is not held for it"
-        rows = [slot.index for slot in slots.values()]
-        assert len(set(rows)) == len(self.active), f"two sequences share a slot: {rows}"
-        assert not set(rows) & set(self._free_slots), "a slot is free and taken"
-        assert all(sequence.slot is None for sequence in self.waiting), "a waiting sequence holds a slot"
-
     def _ordered(self) -> list[Sequence]:
         waiting = list(self.waiting)
         by_prefix = self._policy == "lpm" and len(waiting) <= LONG_QUEUE
@@ -228,7 +214,7 @@ class Scheduler:
 
         def rank(sequence: Sequence) -> tuple[int, int, int]:
             cached = len(self.prefix.match(sequence.salt_key, sequence.texts)) if by_prefix else 0
-            return -sequence.params.priority, -cached, sequence.request.arrival
+            return -sequence.params.priority, -cached, sequence.arrival
 
         return sorted(waiting, key=rank)
 
@@ -259,13 +245,13 @@ class Scheduler:
         if sequence.output.cached is None:
             sequence.output.cached = reused
         self.active.append(sequence)
-        self.active.sort(key=lambda s: s.request.arrival)
+        self.active.sort(key=lambda s: s.arrival)
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        if (missing := count - self.allocator.free) > 0:
+        if (missing := count - len(self.free_pages)) > 0:
             self.prefix.evict(missing)
-        return self.allocator.allocate(count)
+        return None if count > len(self.free_pages) else [self.free_pages.pop() for _ in range(count)]
 
     def retract(self, sequence: Sequence) -> None:
         """Sends a sequence back to the head of the queue. Its tokens in flight are dropped, and drawn again."""
@@ -281,7 +267,7 @@ class Scheduler:
             for row in slot.snapshots.values():
                 self.prefix.snapshots.give(row, None)
         self.prefix.unlock(slot.node)
-        self.allocator.release(slot.own)
+        self.free_pages += slot.own
         self._free_slots.append(slot.index)
         self.active.remove(sequence)
 

@@ -221,21 +221,6 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class Request:
-    """Immutable description of a request."""
-
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    limit: int  # maximum number of tokens to emit
-    seed: int
-    device_stops: tuple[int, ...]  # stop ids that the step checks
-    host_stops: frozenset[int]  # further stop ids
-    arrival: int  # the youngest request has the largest
-    salt: int = 0  # requests with different salts share no n-grams
-
-
 @dataclass(eq=False)
 class Slot:
     """A row of the device's state and the pages that a request holds, from its admission to its end."""
@@ -258,8 +243,16 @@ class Slot:
 class Sequence:
     """One request in the engine. The scheduler sets `status` and `slot`."""
 
-    request: Request
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    limit: int  # maximum number of tokens to emit
+    seed: int
+    device_stops: tuple[int, ...]  # stop ids that the step checks
+    host_stops: frozenset[int]  # further stop ids
+    arrival: int  # the youngest request has the largest
     output: SequenceOutput
+    salt: int = 0  # requests with different salts share no n-grams
     constraint: Constraint | None = None  # the grammar of its text
     budget: ThinkingBudget | None = None  # of its thoughts; None: no limit
     status: Status = Status.WAITING
@@ -267,18 +260,6 @@ class Sequence:
     drafts: bool = True  # may draft; see `Speculation.costly_observe`
     acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # of its first drafts; see `DraftPolicy`
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
     @property
     def active_slot(self) -> Slot:
@@ -338,12 +319,12 @@ class Sequence:
     @property
     def salt_key(self) -> Hashable:
         """Sequences share pages only if these are equal. The 32-bit salt alone may belong to several `cache_salt`."""
-        return self.params.cache_salt, self.request.salt
+        return self.params.cache_salt, self.salt
 
     @property
     def most_tokens(self) -> int:
         """Maximum number of committed tokens. The last emitted token is never committed."""
-        return len(self.prompt) + max(self.request.limit, 1) - 1
+        return len(self.prompt) + max(self.limit, 1) - 1
 
     def prefill(self, tokens: int) -> None:
         """Counts tokens of the context as dispatched. After the last one the device has the first token of the output,
@@ -358,7 +339,7 @@ class Sequence:
         Returns the number of tokens of this end, 0 if all emitted tokens stay, and the new `finish`."""
         if self.budget is None or not (forced := self.budget.cut(tokens)):
             return 0, finish
-        beyond = len(self.output.tokens) + len(tokens) - self.request.limit
+        beyond = len(self.output.tokens) + len(tokens) - self.limit
         if beyond > 0:
             del tokens[-beyond:]
         finish = STOPPED if tokens[-1] in self.budget.stops else FULL if beyond >= 0 else RUNS
@@ -367,8 +348,8 @@ class Sequence:
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns the number of tokens kept: a stop string
         or a stop id of the host ends the sequence, and later tokens are dropped."""
-        output, stops = self.output, self.request.host_stops
-        if not self.request.limit:  # prefill alone was requested
+        output, stops = self.output, self.host_stops
+        if not self.limit:  # prefill alone was requested
             output.finish(FinishReason("length"))
             return 0
         last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
@@ -462,7 +443,7 @@ def completion(sequence: Sequence) -> Completion:
         spec_verify_ct=output.verify_steps,
         spec_accept_length=output.accept_length,
         spec_accept_histogram=list(output.histogram),
-        seed=sequence.request.seed,
+        seed=sequence.seed,
         logprobs=output.token_logprobs() if params.logprobs is not None else None,
         trees=list(output.trees),
         origins=output.token_origins() if params.origins else None,

@@ -92,7 +92,7 @@ class LeadingDevice(Device):
     """The leader's device: sends each change of the state to the followers before it is made."""
 
     def __init__(self, leader: Leader, engine: SharedEngine) -> None:
-        self._leader, self._programs = leader, engine.programs
+        self._leader = leader
         self._unread = deque[tuple[Key, Output]]()
         super().__init__(engine.params, engine._new_state, engine.programs.launch_lock)
 
@@ -122,7 +122,7 @@ class LeadingDevice(Device):
     def update(self, change: Callable[..., Resident], *arguments: np.ndarray) -> None:
         def sent(state: Resident, *arguments: np.ndarray) -> Resident:
             if arguments:
-                self._leader.send("admit", *arguments, resumed=change is not self._programs.admit(resumed=False))
+                self._leader.send("admit", *arguments)
             else:
                 self._leader.send("flush")
             return change(state, *arguments)
@@ -173,7 +173,7 @@ def _launch(engine: Engine, message: Message, outputs: SimpleQueue[tuple[Key, Ou
         outputs.put((key, engine.device.run(key, engine.programs.get(key), array)))
     elif kind == "admit":
         assert array is not None
-        engine.device.update(engine.programs.admit(resumed=fields["resumed"]), array)
+        engine.device.update(engine.programs.admit, array)
     elif kind == "flush":
         engine.device.update(engine.without_drafts)
     elif kind == "renew":

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 from specjax_kernels.platforms import before_ampere
 
 from specjax import checkpoint
-from specjax.cache import PoolShape
+from specjax.cache import PoolShape, row_states
 from specjax.cli import build, flags
 from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Auto, DraftOptions, NoDraft, Params, Speculation, StandaloneParams, make_speculation
 from specjax.drafters.options import ModelOptions
-from specjax.engine.config import EngineConfig, snapshot_rows
+from specjax.engine.config import EngineConfig
 from specjax.engine.memory import Devices, Held, held_by, plan_memory
 from specjax.engine.plan import BATCHES, speculation_table
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
@@ -263,7 +263,7 @@ def _split(model: Outline, devices: int, groups: int) -> tuple[tuple[Part, ...],
 def _held(case: Case, parts: tuple[Part, ...]) -> Held:
     """Computes the bytes on each device: those of one device, less what the others hold of pages and rows."""
     model, config, n = case.outline, case.config, case.config.tensor_parallel
-    rows, snapshots = config.max_running_requests, snapshot_rows(model.target, config) or 0
+    rows, snapshots = config.max_running_requests, config.snapshot_rows if row_states(model.target.pages) else 0
     one = _held_by_one(model, config.page_size, rows, snapshots)
     weights, *drafts = (part.bytes(leaves_of(part.declared.table), n, config.expert_parallel) for part in parts)
     pages, *draft_pages = (page_bytes(part.declared.pages, n) for part in parts)

@@ -115,7 +115,7 @@ def rank_state(rank: Runner) -> dict[str, Any]:
         "retractions": values["num_retracted_reqs"],
         "pages": {
             "total": engine.pool.pages,
-            "free": scheduler.allocator.free,
+            "free": len(scheduler.free_pages),
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },

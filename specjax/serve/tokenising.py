@@ -72,9 +72,9 @@ class Task:
                 sequences.append(first)
                 first_scores = first.output.prompt_logprobs
                 for i in range(1, self.n):
-                    choice = replace(sampling, seed=later_seed(first.request.seed, i))
+                    choice = replace(sampling, seed=later_seed(first.seed, i))
                     sequences.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
-                limit = first.request.limit
+                limit = first.limit
                 if self.most is not None and sampling.max_new_tokens is None:
                     limit = min(limit, self.most)
                     if sampling.min_new_tokens > limit:
@@ -82,7 +82,7 @@ class Task:
                         raise ParameterError("min_new_tokens", problem)
                 # The choices share the salt, because they share their prompt.
                 for sequence in sequences[-self.n :]:
-                    sequence.request = replace(sequence.request, salt=first.request.salt, limit=limit)
+                    sequence.salt, sequence.limit = first.salt, limit
                 if first_scores is not None:
                     scores += (len(first.prompt) - first_scores.start) * first_scores.each * self.n
                     if scores > MAX_SCORES:

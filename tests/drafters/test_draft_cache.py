@@ -9,6 +9,7 @@ import oracle
 import pytest
 from draft_helpers import LONGEST, cached, drafting, from_scratch
 from engine_helpers import NEAR, check_idle, make_engine
+from integrity import check_integrity
 from oracle import Sampling
 from toy_models import Runner
 
@@ -55,7 +56,7 @@ def test_cache_after_chunks_retractions_and_aborts(kind):
                     np.testing.assert_allclose(leaf, expected, atol=ERROR)
                 checked += 1
         alive = {id: sequence for id, sequence in alive.items() if sequence.status is not Status.FINISHED}
-        engine.check_integrity()
+        check_integrity(engine)
     while engine.unfinished:
         engine.step()
     assert engine.scheduler.retractions and aborted and checked > 20, (engine.scheduler.retractions, aborted, checked)

@@ -27,6 +27,7 @@ from engine_helpers import (
     toy,
     wanted,
 )
+from integrity import check_integrity
 
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.intake import with_sampling
@@ -187,7 +188,7 @@ def test_abort_at_any_step_frees_all_pages():
         for _ in range(steps):
             engine.step()
         assert all(engine.abort(name) for name in (*ids[:3], *ids[4:]))
-        engine.check_integrity()
+        check_integrity(engine)
         done = drain(engine)
         assert outcome(done.pop(ids[3])) == outcome(expected)
         assert not done, "an aborted request is not reported"
@@ -404,14 +405,7 @@ def test_one_program_a_bucket():
     assert sorted(key.width for key in engine.programs.compiled() if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in engine.programs.compiled() if key.kind == "prefill") == [8]
     assert engine.programs.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
-    assert [key for key in engine.buckets.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
-
-
-def test_small_batch_uses_a_compiled_larger_bucket():
-    engine = shared_engine("NONE")
-    engine.generate(some_prompts(3), SamplingParams(max_new_tokens=5))
-    assert engine.buckets.batches == (1, 4)
-    assert [key.width for key in engine.programs.compiled() if key == Key("step", key.width, key.table)] == [4]
+    assert [key for key in engine.buckets.first_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
 def test_requests_above_max_batch_are_decoded_in_parts():
@@ -420,14 +414,14 @@ def test_requests_above_max_batch_are_decoded_in_parts():
     prompts, params = some_prompts(5), [varied(i) for i in range(5)]
     check_texts(engine, toy(), prompts, params)
     assert max(key.width for key in engine.programs.compiled() if key.kind == "step") == 2
-    assert {key.width for key in engine.buckets.first_keys([(1, 9)] * 4, 4) if key.kind == "step"} <= {1, 2}
+    assert {key.width for key in engine.buckets.first_keys(4) if key.kind == "step"} == {2}
     for max_batch, largest in ((9, 4), (None, 4), (3, 3)):
         assert EngineConfig(max_running_requests=4, max_batch=max_batch).largest_batch == largest
 
 
 def test_warm_up_compiles_all_programs(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
-    first = engine.buckets.first_keys([(9, 11)] * 3, engine.pool.page_size)
+    first = engine.buckets.first_keys(3, 9)
     assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("prefill", 8), ("step", 2)]
     assert sorted(key.rows for key in first) == [1, 1, 2]
     engine.warm_up(progress=True)

@@ -34,8 +34,7 @@ from server_helpers import running
 from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
-from specjax.engine import Engine, SamplingParams
-from specjax.engine import collect as collect_module
+from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.plan import Key
 from specjax.engine.sequence import TEXT_FAILED
@@ -263,7 +262,7 @@ def test_interrupt_keeps_other_requests_intact(place, monkeypatch):
         monkeypatch.setattr(owner, name, run)
 
     owner, name, call = {
-        "while a step is read": (collect_module, "read_output", 6),
+        "while a step is read": (runtime, "read_output", 6),
         "during admission": (engine.device, "update", 2),
         "after a launch": (engine.device, "run", 7),
     }[place]

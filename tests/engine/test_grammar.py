@@ -302,7 +302,7 @@ def test_excluded_nodes_leave_the_tree():
     trees[1] = trees[0]
     sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "a[bc]"))), idle_sequence()]
     step = np.zeros((2, 3), np.int32)
-    packed = constrained_input(step, sequences, trees.copy(), [[], []], VOCABULARY)
+    packed = constrained_input(step, sequences, trees.copy(), {}, VOCABULARY)
     fields = host_tree(packed[0, 3:28].reshape(5, 5))
     assert fields.tokens.tolist() == [9, a, b, c, -1] and fields.parents.tolist() == [-1, 0, 1, 1, -1]
     assert fields.depth.tolist() == [0, 1, 2, 2, 0] and fields.valid.tolist() == [1, 1, 1, 1, 0]
@@ -313,7 +313,9 @@ def test_excluded_nodes_leave_the_tree():
 
     sequences = [idle_sequence(constraint=Constraint(grammars(), Grammar("regex", "bcdef|bcdeg")))]
     forced = ids("bcde")
-    packed = constrained_input(np.zeros((1, 2), np.int32), sequences, root_trees(1, 4), [forced], VOCABULARY)
+    packed = constrained_input(
+        np.zeros((1, 2), np.int32), sequences, root_trees(1, 4), {"one": tuple(forced)}, VOCABULARY
+    )
     fields = host_tree(packed[0, 2:22].reshape(5, 4))
     assert fields.tokens[1:].tolist() == forced[:3] and fields.parents.tolist() == [-1, 0, 1, 2]
     assert fields.depth.tolist() == [0, 1, 2, 3] and fields.valid.tolist() == [1, 1, 1, 1]
@@ -330,10 +332,13 @@ def test_forced_tokens():
 
 
 def test_grammar_begins_after_reasoning():
-    grammar, (a, b) = Grammar("regex", "ab"), (ids(letter)[0] for letter in "ab")
+    a, b = (ids(letter)[0] for letter in "ab")
     everything = set(range(VOCABULARY))
-    open_block = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=True))
-    may_open = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
+
+    def after_thoughts(begun: bool) -> Constraint:
+        return Constraint(grammars(), Grammar("regex", "ab", Reasoning(START, STOP, begun).turn((END,))))
+
+    open_block, may_open = after_thoughts(True), after_thoughts(False)
 
     def allowed(constraint: Any) -> set[int]:
         return set(np.flatnonzero(as_bools(constraint.mask())).tolist())
@@ -351,7 +356,7 @@ def test_grammar_begins_after_reasoning():
         assert as_bools(out[4]).nonzero()[0].tolist() == [END]
         constraint.consume([STOP])
         assert allowed(constraint) == {a} and constraint.forced(9) == [a, b, END]
-    at_once = Constraint(grammars(), grammar, Reasoning(START, STOP, begun=False))
+    at_once = after_thoughts(False)
     at_once.consume([a])
     assert allowed(at_once) == {b}
 

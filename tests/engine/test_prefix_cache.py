@@ -20,12 +20,13 @@ from engine_helpers import (
     shared_engine,
     toy,
 )
+from integrity import check_scheduler
 
 from specjax.cli import build, flags
 from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.intake import Salts
-from specjax.engine.pages import PageAllocator, PrefixCache
+from specjax.engine.pages import PrefixCache
 from specjax.engine.scheduler import PATIENCE, Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.limits import ParameterError
@@ -104,7 +105,7 @@ class World:
             self.scheduler.retract_youngest()
             running = self.scheduler.running()
         for sequence in running:
-            room = sequence.request.limit - len(sequence.output.tokens)
+            room = sequence.limit - len(sequence.output.tokens)
             tokens = [self.rng.randrange(2) for _ in range(min(self.rng.randrange(1, 4), room))]
             self.write(sequence, sequence.active_slot.length, [sequence.output.tokens[-1], *tokens][: len(tokens)])
             sequence.output.tokens += tokens
@@ -112,7 +113,7 @@ class World:
             sequence.active_slot.certain = sequence.active_slot.length
             whole = sequence.prompt + sequence.output.tokens
             assert self.read(sequence, sequence.active_slot.length) == whole[: sequence.active_slot.length]
-            if len(sequence.output.tokens) == sequence.request.limit:
+            if len(sequence.output.tokens) == sequence.limit:
                 self.scheduler.finish(sequence)
 
 
@@ -130,35 +131,34 @@ def test_shared_pages_hold_the_expected_tokens(seed, policy, snapshots):
         world.admit()
         if rng.random() < 0.8:
             world.prefill()
-        scheduler.check_integrity()
+        check_scheduler(scheduler, len(world.contents))
         world.decode()
         if rng.random() < 0.02 and (everyone := [*scheduler.active, *scheduler.waiting]):
             scheduler.finish(rng.choice(everyone))
         if rng.random() < 0.005:
             scheduler.start_over()
             world.contents = {page: [-1] * SIZE for page in world.contents}
-        scheduler.check_integrity()
+        check_scheduler(scheduler, len(world.contents))
     for _ in range(300):
         world.admit()
         world.prefill()
         world.decode()
     assert not scheduler.unfinished and scheduler.retractions > 10 and world.reused > (20 if snapshots == 1 else 250)
-    assert scheduler.allocator.free + scheduler.prefix.evictable == len(world.contents)
+    assert len(scheduler.free_pages) + scheduler.prefix.evictable == len(world.contents)
     scheduler.prefix.clear()
-    assert scheduler.allocator.free == len(world.contents)
+    assert len(scheduler.free_pages) == len(world.contents)
 
 
 def test_least_recently_used_page_is_evicted_first():
-    allocator = PageAllocator(6)
-    cache = PrefixCache(allocator, 1)
+    free = [*range(6)]
+    cache = PrefixCache(free, 1)
 
     def put(*texts: int) -> Any:
         node = None
         for text in texts:
-            (page,) = allocator.allocate(1) or [-1]
-            node, taken = cache.insert("salt", node, (text,), page)
-            if not taken:
-                allocator.release([page])
+            node, taken = cache.insert("salt", node, (text,), free[-1])
+            if taken:
+                free.pop()
         return node
 
     def cached(*texts: int) -> int:
@@ -175,7 +175,7 @@ def test_least_recently_used_page_is_evicted_first():
     assert cache.evict(9) == 1 and cached(4) == 0
     assert cached(1, 2) == 2 and cache.evictable == 0, "locked"
     cache.unlock(cache.match("salt", [(1,), (2,)])[-1])
-    assert cache.evict(9) == 2 and allocator.free == 6, "a parent after its child"
+    assert cache.evict(9) == 2 and len(free) == 6, "a parent after its child"
 
 
 def prompts_of(*lengths: int, waits: int = 0) -> Scheduler:
@@ -299,7 +299,7 @@ def test_disabled_cache_keeps_no_page():
     engine = make_engine(toy(), prefix_cache=False)
     for _ in range(2):
         assert engine.generate([*range(5, 30)], SamplingParams(max_new_tokens=5)).cached_tokens == 0
-        assert engine.scheduler.allocator.free == engine.pool.pages
+        assert len(engine.scheduler.free_pages) == engine.pool.pages
 
 
 def test_cached_pages_are_evicted_before_requests_are_retracted():

@@ -14,7 +14,7 @@ from server_helpers import SECONDS, wait_until
 
 from specjax.drafters import Eagle, TreeShape, make_speculation
 from specjax.engine import EngineConfig, SamplingParams, plan
-from specjax.engine.config import layout
+from specjax.engine.memory import layout
 from specjax.engine.plan import Key
 from specjax.engine.sequence import completion
 

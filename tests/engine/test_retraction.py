@@ -15,6 +15,7 @@ from engine_helpers import (
     shared_engine,
     toy,
 )
+from integrity import check_integrity
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.sequence import Status, completion
@@ -65,7 +66,7 @@ def test_texts_with_arrivals_aborts_and_retractions(pool):
             if sequence.status is Status.FINISHED:
                 assert ids[sequence.id] not in done
                 done[ids[sequence.id]] = completion(sequence)
-        here.check_integrity()
+        check_integrity(here)
         resumed |= {ids[s.id] for s in here.scheduler.waiting if s.output.tokens}
         if rng.random() < 0.06:
             queue = [*here.scheduler.active, *here.scheduler.waiting]
@@ -73,7 +74,7 @@ def test_texts_with_arrivals_aborts_and_retractions(pool):
                 victim = queue[int(rng.integers(len(queue)))]
                 assert here.abort(victim.id)
                 aborted.add(ids[victim.id])
-        here.check_integrity()
+        check_integrity(here)
     check_idle(here)
     assert set(done) == set(range(48)) - aborted
     assert 0 < len(aborted) < 24

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import oracle
+from integrity import check_integrity
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +21,7 @@ from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.draft_policy import Choice
 from specjax.engine.plan import Key
-from specjax.engine.sequence import Request, Sequence, SequenceOutput, Status, completion
+from specjax.engine.sequence import Sequence, SequenceOutput, Status, completion
 from specjax.engine.text import TextStream
 from specjax.verify import Verifier, verify_tree
 
@@ -240,9 +241,9 @@ def devices(engine: Engine) -> list[int]:
 
 def check_idle(engine: Engine) -> None:
     """Nothing runs, and every page and slot is back."""
-    engine.check_integrity()
+    check_integrity(engine)
     assert not engine.scheduler.unfinished
-    assert engine.scheduler.allocator.free + engine.scheduler.prefix.evictable == engine.pool.pages
+    assert len(engine.scheduler.free_pages) + engine.scheduler.prefix.evictable == engine.pool.pages
 
 
 def check_texts(engine: Engine, model: Toy, prompts: Any, params: Any) -> list[Completion]:
@@ -264,7 +265,7 @@ def drain(engine: Engine) -> dict[str, Completion]:
             if sequence.status is Status.FINISHED:
                 assert sequence.id not in done, "reported twice"
                 done[sequence.id] = completion(sequence)
-        engine.check_integrity()
+        check_integrity(engine)
     raise AssertionError(f"does not end: {engine.scheduler.waiting} {engine.scheduler.active}")
 
 
@@ -277,17 +278,16 @@ GREEDY = SamplingParams()
 
 
 def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
-    """A sequence outside any engine. `changes`: fields of its request or its own, `stream`, `tokens` of its output."""
+    """A sequence outside any engine. `changes`: its fields; `stream`, `tokens` of its output."""
     stream = TextStream(
         tokenizer(),
         tuple(params.stop),
         skip_special_tokens=params.skip_special_tokens,
         keep_stop=params.no_stop_trim,
     )
-    request: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": "one", "prompt": [5, 6], "params": params, "limit": 8, "seed": 0, "device_stops": (END,),
         "host_stops": frozenset(), "arrival": 0,
     }  # fmt: skip
-    request |= {name: changes.pop(name) for name in Request.__dataclass_fields__ if name in changes}
     output = SequenceOutput(changes.pop("stream", stream), [0] * 6, tokens=changes.pop("tokens", []))
-    return Sequence(Request(**request), output, **changes)
+    return Sequence(**(fields | changes), output=output)

@@ -15,6 +15,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 
 from engine_helpers import devices  # noqa: E402
+from integrity import check_integrity  # noqa: E402
 
 from specjax.cli import build, generate  # noqa: E402
 from specjax.engine import Engine  # noqa: E402
@@ -34,7 +35,7 @@ if __name__ == "__main__":
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = generate.main(argv)
         for engine in ENGINES:
-            engine.check_integrity()
+            check_integrity(engine)
         result = {"status": status, "summary": json.loads(printed.getvalue())}
         result |= {"devices": [devices(engine) for engine in ENGINES]}
         print(json.dumps(result | {"generated": [engine.counters.generated for engine in ENGINES]}))

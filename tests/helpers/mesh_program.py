@@ -21,6 +21,7 @@ if not jax.distributed.is_initialized():  # else hosts_program.py sets it
     jax.config.update("jax_num_cpu_devices", 4)
 
 from engine_helpers import NGRAM, force_drafts, text_parity, tokenizer
+from integrity import check_integrity
 from specjax_kernels import CAUSAL, Quantised, embed, linear, quantise
 from specjax_kernels.mesh import on_axis
 from specjax_kernels.quantised import shared, split_axes
@@ -186,7 +187,7 @@ def collectives(program: Any) -> list[tuple[str, ...]]:
 def run(engine: Engine) -> dict[str, Any]:
     """Texts of all requests, properties of a step's program, and the placement of arrays."""
     done = [engine.generate(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True)]
-    engine.check_integrity()
+    check_integrity(engine)
     state = engine.device.state
     leaves = jax.tree.leaves((state.decode.cache, state.decode.draft))
     pools = [leaf for leaf in leaves if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
@@ -268,7 +269,7 @@ def features(case: str, count: int, adaptive: bool) -> dict[str, Any]:
     prompts, sampling = zip(*REQUESTS, strict=True)
     # The other requests reuse pages of the first.
     done = [engine.generate(prompts[0], sampling[0]), *engine.generate([*prompts[1:]], [*sampling[1:]])]
-    engine.check_integrity()
+    check_integrity(engine)
     return {
         "texts": [completion.output_ids for completion in done],
         "cached": [completion.cached_tokens for completion in done],

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from integrity import check_integrity
 from specjax_kernels import CAUSAL
 
 from specjax import Engine, EngineConfig, SamplingParams, init_cache
@@ -115,7 +116,7 @@ def test_greedy_text_equals_transformers(algorithm, plain, expected):
             print(f"{algorithm}: {text[:40]!r} parts at token {at}, where the gap is {reference.gaps[at]}")
             assert reference.gaps[at] < NEAR
     assert (accepted > 0) == (algorithm == "NGRAM")
-    engine.check_integrity()
+    check_integrity(engine)
 
 
 def test_logits_error_against_float64(plain, expected):

@@ -199,7 +199,7 @@ def test_waiting_for_the_compiler_is_not_stuck(hang, monkeypatch):
     engine = make_engine(toy(), warm=False, max_running_requests=1)
     compile_ = engine.programs._compile
     monkeypatch.setattr(engine.programs, "_compile", lambda key: hang() or compile_(key))
-    engine.programs.admit(resumed=False)
+    _ = engine.programs.admit
     with running(engine) as server:
         answer = in_background(server.complete, **BODY)
         assert hang.began.wait(SECONDS)

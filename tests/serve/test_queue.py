@@ -7,6 +7,7 @@ import time
 import pytest
 from body_helpers import COMPLETE, GENERATE
 from engine_helpers import check_idle, idle_sequence, make_engine, shared_engine, toy
+from integrity import check_integrity
 from server_helpers import (
     SECONDS,
     Running,
@@ -210,7 +211,7 @@ def test_pause_changes_no_text(request, name, mode):
     wait_until(lambda: server.runner.unfinished == 4)
     before = tokens_so_far(server)
     assert not before if mode == "retract" else max(before) > 2
-    assert server.runner.call(lambda engine: engine.check_integrity()).result(SECONDS) is None
+    assert server.runner.call(check_integrity).result(SECONDS) is None
     time.sleep(0.2)
     assert tokens_so_far(server) == before and not any(job.done() for job in jobs)
     (load,) = server.get("/v1/loads").json()["loads"]

@@ -123,10 +123,10 @@ def test_drawn_seeds_are_exact_in_json():
     assert 0 < later_seed(GENERATED_SEEDS - 1, 127) < limit
     engine = make_engine(toy(), warm=False, random_seed=3)
     assert isinstance(engine.intake.seeds, random.Random)
-    seeds = [engine.intake.sequence("a", SamplingParams(max_new_tokens=1)).request.seed for _ in range(200)]
+    seeds = [engine.intake.sequence("a", SamplingParams(max_new_tokens=1)).seed for _ in range(200)]
     assert max(seeds) > 2**50 and all(later_seed(seed, 127) < limit for seed in seeds)
     params = SamplingParams(max_new_tokens=1, seed=2**63 - 1)
-    assert engine.intake.sequence("a", params).request.seed == 2**63 - 1
+    assert engine.intake.sequence("a", params).seed == 2**63 - 1
 
 
 def test_stop_strings(client, server):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
 from tiny_checkpoints import save_llama, write_gguf
@@ -21,9 +20,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.config import layout
-from specjax.engine.device import Resident
-from specjax.engine.memory import Devices, temporary_bytes, temporary_terms
+from specjax.engine.memory import Devices, layout, temporary_bytes, temporary_terms
 from specjax.engine.plan import Key
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, SHARE_VARIABLES
@@ -271,9 +268,9 @@ def test_temporaries_against_xla(tmp_path, kind):
     # The other kind of program is small.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"trees": {1: 8}}
     buckets = replace(buckets, several=None, **few)
-    tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
-    state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
-    program: Any = Programs(described.target, described.speculation, described.params, state, new_pages=1).get(
+    state = jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool))
+    sizes = {"table": buckets.tables[-1], "new_pages": 1}
+    program: Any = Programs(described.target, described.speculation, described.params, state, **sizes).get(
         buckets.step(4) if kind == "step" else Key(kind, 256, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes

@@ -18,6 +18,7 @@ from specjax.acceptance import AcceptAbove, SyntheticAcceptance
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_speculation
 from specjax.engine import EngineConfig
+from specjax.engine.memory import layout
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"
@@ -90,9 +91,12 @@ def test_defaults():
 def test_adaptive_default(argv, adaptive):
     """Of n-grams, which often match nothing: also with an explicit width, unless the flag disables it."""
     arguments = build.engine_arguments(ours("--speculative-algorithm", "NGRAM", *argv))
-    drafter = make_speculation(arguments["draft"])
-    assert arguments["config"].chooses(drafter) is adaptive
-    assert not replace(arguments["config"], trace=True).chooses(drafter), "traced steps draft"
+
+    def chooses(config: EngineConfig) -> bool:
+        return layout(config, 64, 64, "cpu", make_speculation(arguments["draft"]))[1].chooses
+
+    assert chooses(arguments["config"]) is adaptive
+    assert not chooses(replace(arguments["config"], trace=True)), "traced steps draft"
 
 
 def test_engine_arguments():
