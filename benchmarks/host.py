@@ -83,7 +83,8 @@ def fake_step(
     state = state._replace(
         root=state.root.at[slots].add(emitted, mode="drop"), rows=state.rows._replace(generated=generated)
     )
-    return state, StepOutput(tokens, emitted, jnp.maximum(emitted - 1, 0), finish, logprobs, None)
+    ranks = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return state, StepOutput(tokens, emitted, jnp.maximum(emitted - 1, 0), ranks, finish, logprobs, None)
 
 
 def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptive: bool) -> Engine:
@@ -103,7 +104,7 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, speculation, config=options)
     if engine.policy is not None:
-        engine.policy._ratio = lambda batch: 1.0  # drafts cost nothing here
+        engine.policy._cost = lambda batch, nodes: 1.0  # drafts cost nothing here
     return engine
 
 

@@ -136,6 +136,8 @@ class StepOutput(NamedTuple):
         tokens: int32 [B, J], J <= D + 1 (`specjax.step.Checked`). The first `emitted` of each row are valid.
         emitted: int32 [B]. Number of emitted tokens; 0 for an inactive entry.
         accepted: int32 [B]. Number of drafts among the emitted tokens.
+        ranks: int32 [B, J]. Ranks of the path's nodes in their tree (`specjax.tree.ranks`); the first `emitted` are
+            valid.
         finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
         logprobs: log-probabilities of the emitted tokens; zeros if no row requests them.
         trace: drafted and accepted nodes; None unless `StepConfig.trace`.
@@ -146,6 +148,7 @@ class StepOutput(NamedTuple):
     tokens: Int32[Array, "B J"]
     emitted: PerRequest
     accepted: PerRequest
+    ranks: Int32[Array, "B J"]
     finish: PerRequest
     logprobs: Logprobs
     trace: Trace | None

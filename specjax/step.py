@@ -52,7 +52,7 @@ from specjax.state import (
     Trace,
     admit,
 )
-from specjax.tree import DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only, with_root
+from specjax.tree import DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, ranks, root_only, with_root
 from specjax.verify import Verdict, Verifier, verify_tree
 
 
@@ -172,7 +172,9 @@ def commit_phase(
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     accepted = jnp.maximum(emitted - 1, 0)
-    output = StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
+    # A chain has no scores.
+    order = verdict.path if drafter.topk == 1 else jnp.take_along_axis(ranks(tree), verdict.path, axis=1)
+    output = StepOutput(verdict.tokens, emitted, accepted, order, finish, checked.logprobs, trace)
     rows = _row_moves(context, inputs)
     state = _advance(
         params, drafter, state, context, row, checked.block, observation, output, after=checked.finite, rows=rows
@@ -263,7 +265,8 @@ def prefill_step(
         unembed = partial(target.unembed, params.target)
         counted = offset < committed[:, None]
         prompt = block_logprobs(forward.hidden, next_tokens, counted, row.logprob_ids, unembed)
-    output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
+    none = jnp.zeros_like(emitted)
+    output = StepOutput(token[:, None], emitted, none, none[:, None], finish, logprobs, None, prompt)
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=finite, rows=rows)
     return state, output
 

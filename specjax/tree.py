@@ -162,6 +162,18 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
+def ranks(tree: DraftTree) -> Int32[Array, "B N"]:
+    """Number of nodes that are better than each node: 0 for the root, and less for a parent than for its children. A
+    tree of n nodes has those of a larger one whose ranks are below n."""
+    # `fmax` takes NaN for the smallest score.
+    scores = jnp.where(tree.valid, jnp.fmax(tree.scores, -jnp.inf), -jnp.inf).at[:, 0].set(jnp.inf)
+    node, other = scores[:, :, None], scores[:, None, :]
+    index = jnp.arange(tree.width, dtype=jnp.int32)
+    # By counting, not sorting: [B, N, N] comparisons are one small kernel. Ties go to the parent.
+    before = (other > node) | ((other == node) & (index[None, :] < index[:, None])[None])
+    return jnp.sum(before, axis=2, dtype=jnp.int32)
+
+
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """Keeps the ``count[b]`` best nodes of each tree, root included, in their order.
 
@@ -179,12 +191,7 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
     node_index, place_index = index[None, :], index[None, :width]
-    # `fmax` takes NaN for the smallest score.
-    scores = jnp.where(tree.valid, jnp.fmax(tree.scores, -jnp.inf), -jnp.inf).at[:, 0].set(jnp.inf)
-    node, other = scores[:, :, None], scores[:, None, :]
-    # Ranks by counting, not sorting: [B, N, N] comparisons are one small kernel. Ties go to the parent.
-    before = (other > node) | ((other == node) & (index[None, :] < index[:, None])[None])
-    keep = tree.valid & (jnp.sum(before, axis=2, dtype=jnp.int32) < jnp.clip(count, 1, width)[:, None])
+    keep = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
     parent = jnp.clip(tree.parents, 0, tree.width - 1)
     has_parent = (tree.parents >= 0) & (tree.parents < node_index) & jnp.take_along_axis(keep, parent, axis=1)
     place = (jnp.cumsum(keep, axis=1) - 1).astype(jnp.int32)

@@ -57,7 +57,7 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, including the root; default: 12; on a CPU 4",
+        "nodes N of a tree, including the root; default: 12; on a CPU 8",
         minimum=2,
         maximum=64,
         flag="speculative_num_draft_tokens",
@@ -119,9 +119,9 @@ class Ngram(DraftOptions):
     def speculation(self, loaded: Loaded) -> Speculation:
         options = self
         if self.nodes is None and loaded.platform == "cpu":
-            # On a CPU each node costs time, which four nodes mostly gain back after two matched tokens. A GPU verifies
-            # twelve tokens in the time of one.
-            options = replace(self, nodes=4, min_match=max(self.min_match, min(2, self.max_match)))
+            # On a CPU each node costs time, which is mostly gained back after two matched tokens. A GPU verifies twelve
+            # tokens in the time of one.
+            options = replace(self, nodes=8, min_match=max(self.min_match, min(2, self.max_match)))
         return Speculation(
             ngram_drafter(options),
             explicit_width=self.nodes is not None,

@@ -6,7 +6,7 @@ Each array that is sent costs a copy, and page tables hardly change between step
     step        [B, 2 + K]           slot, number of pages that the device has, K new pages (NO_PAGE: none)
     prefill     [B, 6 + C + T']      slot, length, next token, three numbers of `RowMoves`, C tokens, all T' <= T pages
     admission   bytes                slot, the fields of a `Row`
-    output      [B, 2 + J]           of a step or a prefill: emitted, finish, J tokens
+    output      [B, 2 + 2 J]         of a step or a prefill: emitted, finish, J tokens and the ranks of their nodes
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: UInt8[Array, "X"
 class Output(NamedTuple):
     """Output of a step or a prefill, on the device. Every step copies `packed`; other fields are copied on request."""
 
-    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
+    packed: Array  # [B, 2 + 2 J] int32: emitted, finish, tokens, ranks
     logprobs: Logprobs | None = None
     trace: Trace | None = None
     prompt: Logprobs | None = None  # of a prefill's C tokens, if the program computes them
@@ -182,8 +182,8 @@ def packed(
 ) -> tuple[DecodeState, Output]:
     """Traces a step or a prefill, and packs its output."""
     state, output = function(*arguments, **fixed)
-    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
-    return state, Output(integers, output.logprobs, output.trace, output.prompt)
+    numbers = [output.emitted[:, None], output.finish[:, None], output.tokens, output.ranks]
+    return state, Output(jnp.concatenate(numbers, axis=1), output.logprobs, output.trace, output.prompt)
 
 
 class Read(NamedTuple):
@@ -191,14 +191,18 @@ class Read(NamedTuple):
 
     tokens: list[list[int]]  # [B][emitted]
     finish: list[int]  # [B]
+    ranks: list[list[int]]  # of the accepted drafts, [B][emitted - 1]; see `specjax.tree.ranks`
     logprobs: Logprobs | None  # of numpy arrays
 
 
 def read_output(device: Device, output: Output, *, logprobs: bool) -> Read:
     """Waits for a step and copies its output to the host, the log-probabilities only on request."""
     packed = device.read(output)
-    tokens = [row[2 : 2 + row[0]] for row in packed.tolist()]
-    return Read(tokens, packed[:, 1].tolist(), jax.tree.map(np.asarray, output.logprobs) if logprobs else None)
+    width, rows = packed.shape[1] // 2 - 1, packed.tolist()
+    tokens = [row[2 : 2 + row[0]] for row in rows]
+    ranks = [row[3 + width : 2 + width + row[0]] for row in rows]
+    read = jax.tree.map(np.asarray, output.logprobs) if logprobs else None
+    return Read(tokens, packed[:, 1].tolist(), ranks, read)
 
 
 # Launch

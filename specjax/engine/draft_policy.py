@@ -1,34 +1,50 @@
-"""Chooses how many nodes the trees of a step have: in each batch bucket, the number with more tokens per second.
+"""Chooses how many nodes the trees of a step have: in each batch bucket, the size with the most tokens per second.
 
     rate of N  =  tokens that the batch's requests emit in a step of N nodes / seconds that it takes
 
-There are two numbers, the bucket's trees and N = 1, a step without drafts. Seconds are a running mean of recent steps;
-before N has run they follow from the other number and from `specjax.costs.estimated_ratio`. A step of one node emits
-one token per request. A step with drafts emits each request's running acceptance, which starts at that of all requests.
+A bucket has a few sizes; N = 1 is a step without drafts. Trees are nested: a tree of N nodes has the N best nodes of a
+larger one. Every emitted token is the target's own draw, so of the accepted nodes of the larger tree, the smaller one
+accepts those whose rank is below N. A step of some size therefore tells the acceptance of all smaller ones:
 
-The number in use changes if the other one's rate is higher by `HYSTERESIS`. Now and then one step runs with the other
-one, to measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Every emitted token is the
-target's own draw, so the choice changes the speed and never the text.
+    part        the ranks from one size to the next
+    survival    accepted nodes of a part in a step, a decayed mean
+    tokens      of N: 1 + the survivals of the parts below N
 
-With `costly_observe` the choice is made once for each request, at its admission. Plain Python, independent of the
-device. `choose` only reads: `launched` and `record` tell the policy what happened.
+A part that was not drafted lately follows the part before it by their last measured ratio, which fades into that of a
+geometric sequence. So rising acceptance shows in the smallest trees. A request's own acceptance of the first part
+scales all its parts. Seconds are a mean of recent steps; those of other sizes follow `specjax.costs`.
+
+The size in use changes if another rate is higher by `HYSTERESIS`. Now and then one step runs with another size, to
+measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Both are sizes whose programs are
+compiled; one that is not, but would be faster, is named beside the choice.
+
+With `costly_observe` a request drafts in all its steps or in none, as `admit` chooses. Plain Python, independent of
+the device. All but `launched` and `record` only read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
 
 HYSTERESIS = 0.05  # minimum relative gain in rate for a change of N
 TRIAL_SHARE = 0.01  # share of the time that trials may lose
 TRIAL_PAUSE = 16  # minimum number of steps between two trials
 DECAY = 0.9  # weight of a step's time after the next step
-ACCEPTANCE_DECAY = 0.95  # weight of a step's acceptance after the next step
+ACCEPTANCE_DECAY = 0.98  # weight of a step's acceptance after the next step
+RATIO_DECAY = 0.99  # the same in the ratio of two parts
 MAX_STEP_RATIO = 2.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
-GUESS_STEPS = 16.0  # steps of all requests after which their acceptance counts as much as the first guess
-GUESSES = {True: 2.0, False: 1.3}  # first guess of the accept length, for a drafter with and without a model
+GUESS_STEPS = 4.0  # steps that a guess of a part's acceptance counts for
+GUESSES = {True: 0.5, False: 0.25}  # first guess of a draft's acceptance, for a drafter with and without a model
 
 
 @dataclass
@@ -40,118 +56,172 @@ class Mean:
     total: float = 0.0
 
     def add(self, value: float, weight: float = 1.0, most: float | None = None) -> None:
-        """Adds a value, which is clipped to `most` times the mean."""
+        """Adds a value, which is clipped to `most` times the mean. Without weight, earlier values fade."""
         if most is not None and self.weight:
             value = min(value, most * self.value)
         self.weight, self.total = self.decay * self.weight + weight, self.decay * self.total + weight * value
+
+    def towards(self, guess: float, weight: float) -> float:
+        """The mean, with a guess of this weight."""
+        return (self.total + weight * guess) / (self.weight + weight)
 
     @property
     def value(self) -> float:
         return self.total / self.weight
 
 
+class Acceptance:
+    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `guess`: first guess of the
+    acceptance of a draft."""
+
+    def __init__(self, sizes: List[int], guess: float) -> None:
+        self.sizes, self._guess = tuple(sizes), guess
+        self._parts = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]
+        if self._parts:
+            self._parts[0].add(sum(guess**rank for rank in range(1, sizes[1])), GUESS_STEPS)
+        self._ratios = [Mean(RATIO_DECAY) for _ in sizes[1:]]  # of the part to the part before it
+        self.survivals = self._survivals()  # expected number of accepted nodes of each part
+
+    def counts(self, ranks: Iterable[int]) -> list[int]:
+        """Number of these ranks in each part."""
+        counts = [0] * len(self._parts)
+        for rank in ranks:
+            counts[bisect_right(self.sizes, rank) - 1] += 1
+        return counts
+
+    def add(self, nodes: int, counts: List[float], weight: float) -> None:
+        """Adds the mean counts of `weight` requests in a step of this many nodes. Parts that were not drafted fade."""
+        for k, (part, ratio) in enumerate(zip(self._parts, self._ratios, strict=True)):
+            drafted = weight if self.sizes[k + 1] <= nodes else 0.0
+            part.add(counts[k], drafted)
+            before = counts[k - 1] if k else 1.0
+            ratio.add(counts[k] / before if before else 0.0, drafted * before)
+        self.survivals = self._survivals()
+
+    @property
+    def drafts(self) -> dict[int, float]:
+        """Expected number of accepted nodes below the root, by N."""
+        return dict(zip(self.sizes, accumulate(self.survivals, initial=0.0), strict=True))
+
+    def _survivals(self) -> list[float]:
+        survivals = [part.value for part in self._parts[:1]]
+        for part, ratio in zip(self._parts[1:], self._ratios[1:], strict=True):
+            falling = survivals[0] if self.sizes[1] == 2 else self._guess
+            survivals.append(part.towards(survivals[-1] * ratio.towards(falling, GUESS_STEPS), GUESS_STEPS))
+        return survivals
+
+
 @dataclass
 class Bucket:
     """Measurements of one batch bucket."""
 
-    ratio: float  # estimated duration of a step with drafts relative to a step of one node
-    seconds: dict[bool, Mean] = field(default_factory=lambda: {False: Mean(DECAY), True: Mean(DECAY)})  # drafts or not
-    ran: set[bool] = field(default_factory=set)
-    using: bool | None = None  # the choice in use
+    seconds: dict[int, Mean] = field(default_factory=dict)  # of a step, by N
+    steps: Counter[int] = field(default_factory=Counter)  # number of steps, by N
+    latest: dict[int, int] = field(default_factory=dict)  # N -> the last step that it ran
+    using: int | None = None  # the choice in use
     savings: float = 0.0  # seconds that the next trial may lose
     since: int = 0  # steps since the last trial
 
-    def expected(self) -> dict[bool, float]:
-        """Seconds of a step without and with drafts; in an arbitrary unit before any step has run."""
-        plain, tree = self.seconds[False], self.seconds[True]
-        if plain.weight and tree.weight:
-            return {False: plain.value, True: tree.value}
-        if tree.weight:
-            return {False: tree.value / self.ratio, True: tree.value}
-        seconds = plain.value if plain.weight else 1.0
-        return {False: seconds, True: seconds * self.ratio}
+
+class Choice(NamedTuple):
+    nodes: int  # N of the next step
+    trial: bool = False  # it measures a size that is not the best known one
+    better: int | None = None  # an N without a program that would be faster
 
 
 class DraftPolicy:
-    """Chooses between steps of one node and steps with drafts.
+    """Chooses the nodes of the trees of each step.
 
     Args:
-        ratio: batch bucket -> estimated duration of a step with drafts relative to a step of one node.
-        guess: accept length before any measurement.
+        sizes: batch bucket -> N of its programs, ascending.
+        cost: (batch bucket, N) -> estimated duration of a step, in any unit.
+        guess: acceptance of a draft before any measurement.
     """
 
-    def __init__(self, ratio: Callable[[int], float], guess: float) -> None:
-        self._ratio = ratio
-        self._accepted = Mean(ACCEPTANCE_DECAY)
-        self._accepted.add(guess, GUESS_STEPS)
-        self._buckets: dict[int, Bucket] = {}
+    def __init__(self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], guess: float) -> None:
+        self._sizes, self._cost = sizes, functools.cache(cost)
+        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), guess)
+        self._buckets = defaultdict[int, Bucket](Bucket)
 
-    def choose(self, batch: int, trees: int, requests: int, acceptance: List[Mean]) -> tuple[int, bool]:
-        """Returns N for the next step of these requests, and whether it is a trial.
-
-        Args:
-            batch, trees: the batch bucket and the nodes of its trees.
-            acceptance: of those of the `requests` that draft.
-        """
-        if not acceptance:
-            return 1, False
-        accepted = sum(map(self.accept_length, acceptance))
-        drafts, trial = self._best(batch, (float(requests), requests - len(acceptance) + accepted))
-        return trees if drafts else 1, trial
-
-    def pays(self, batch: int, requests: int, forced: int) -> bool:
-        """True if emitting `forced` tokens in one step with drafts is faster."""
-        return requests + forced > requests * self._bucket(batch).ratio
+    def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Mean], steps: int = 1) -> Choice:
+        """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
+        programs that can run; `own`: the `Mean` of each of them that drafts."""
+        rates, bucket = self.rates(batch, requests, own), self._buckets[batch]
+        ready = {n: rate for n, rate in rates.items() if n in compiled}
+        best, fastest = max(ready, key=ready.__getitem__), max(rates, key=rates.__getitem__)
+        using = best if bucket.using not in ready else bucket.using
+        if ready[best] > (1 + HYSTERESIS) * ready[using]:
+            using = best
+        better = fastest if rates[fastest] > (1 + HYSTERESIS) * rates[using] else None
+        others = [n for n in ready if n != using]
+        if not others or bucket.since < TRIAL_PAUSE * steps or not bucket.seconds.get(using, Mean(1.0)).weight:
+            return Choice(using, better=better)
+        tried = min(others, key=lambda n: bucket.latest.get(n, 0))
+        loss = steps * self.seconds(batch)[tried] * (1 - ready[tried] / ready[using])
+        return Choice(tried, trial=True) if bucket.savings >= loss else Choice(using, better=better)
 
     def admit(self, batch: int, steps: int) -> bool:
         """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
         that it will run in."""
-        drafts, trial = self._best(batch, (1.0, self._accepted.value), steps=steps)
-        self.launched(batch, drafts=drafts, trial=trial)
-        return drafts
+        choice = self.choose(batch, self._sizes[batch], 1, [Mean(1.0)], steps)
+        self.launched(batch, choice.nodes, trial=choice.trial)
+        return choice.nodes > 1
 
-    def accept_length(self, acceptance: Mean) -> float:
-        """Expected number of tokens that a step with drafts emits for a request, given those that it emitted."""
-        prior = self._accepted.value
-        return (acceptance.total + OWN_STEPS * prior) / (acceptance.weight + OWN_STEPS)
+    def pays(self, batch: int, nodes: int, requests: int, forced: int) -> bool:
+        """True if emitting `forced` tokens in one step of N nodes is faster."""
+        return (requests + forced) / self.seconds(batch)[nodes] > requests / self.seconds(batch)[1]
 
-    def launched(self, batch: int, *, drafts: bool, trial: bool) -> None:
+    def seconds(self, batch: int) -> dict[int, float]:
+        """Expected seconds of a step by N; in the unit of `cost` before any step has run."""
+        means = self._buckets[batch].seconds
+        measured = {n: means[n].value for n in self._sizes[batch] if n in means and means[n].weight}
+        factors = {n: seconds / self._cost(batch, n) for n, seconds in measured.items()} or {1: 1.0}
+        expected = dict[int, float]()
+        for n in self._sizes[batch]:
+            estimated = float(np.interp(n, [*factors], [*factors.values()])) * self._cost(batch, n)
+            least = max((seconds for smaller, seconds in measured.items() if smaller < n), default=0.0)
+            expected[n] = measured.get(n, max(estimated, least))
+        return expected
+
+    def rates(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
+        """Expected tokens a second by N."""
+        first = max(next(iter(self.acceptance.survivals), 1.0), 1e-6)
+        scale = sum(mean.towards(first, OWN_STEPS) for mean in own) / first
+        drafts = self.acceptance.drafts
+        return {n: (requests + scale * drafts[n]) / seconds for n, seconds in self.seconds(batch).items()}
+
+    def launched(self, batch: int, nodes: int, *, trial: bool) -> None:
         """Notes a choice that is carried out."""
-        bucket = self._bucket(batch)
+        bucket = self._buckets[batch]
+        bucket.steps[nodes] += 1
+        bucket.latest[nodes] = bucket.steps.total()
         if trial:
             bucket.since, bucket.savings = 0, 0.0
         else:
-            bucket.using = drafts
+            bucket.using = nodes
 
-    def record(self, batch: int, seconds: float, drafted: Iterable[tuple[Mean, int]] | None) -> None:
-        """Records a step. `drafted`: acceptance of each request that could draft, and the number of tokens that the
-        step emitted for it; None: the step had one node."""
-        bucket, drafts = self._bucket(batch), drafted is not None
+    def record(self, batch: int, nodes: int, seconds: float, drafted: Iterable[tuple[Mean, Iterable[int]]]) -> None:
+        """Records a step of N nodes. `drafted`: the `Mean` of each request that it drafted for and whose text no limit
+        or stop token cut, with the ranks of its accepted nodes."""
+        bucket = self._buckets[batch]
         bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * seconds
-        if drafts in bucket.ran:  # the first run of a program takes longer
-            bucket.seconds[drafts].add(seconds, most=MAX_STEP_RATIO)
-        bucket.ran.add(drafts)
-        counts = list(drafted or ())
-        for acceptance, count in counts:
-            acceptance.add(float(count))
+        if nodes in bucket.seconds:
+            bucket.seconds[nodes].add(seconds, most=MAX_STEP_RATIO)
+        else:  # the first run of a program takes longer
+            bucket.seconds[nodes] = Mean(DECAY)
+        counts = list[list[int]]()
+        for own, ranks in drafted:
+            counts.append(self.acceptance.counts(ranks))
+            own.add(float(counts[-1][0]))
         if counts:
-            self._accepted.add(sum(count for _, count in counts) / len(counts), float(len(counts)))
+            means = [sum(part) / len(counts) for part in zip(*counts, strict=True)]
+            self.acceptance.add(nodes, means, float(len(counts)))
 
-    def _best(self, batch: int, tokens: tuple[float, float], steps: int = 1) -> tuple[bool, bool]:
-        """Chooses whether to draft, and says if the choice is a trial. `tokens`: emitted in a step without and with
-        drafts; `steps`: duration of the choice."""
-        bucket = self._bucket(batch)
-        seconds = bucket.expected()
-        rates = {drafts: tokens[drafts] / seconds[drafts] for drafts in (False, True)}
-        using = rates[True] > rates[False] if bucket.using is None else bucket.using
-        if rates[not using] > (1 + HYSTERESIS) * rates[using]:
-            using = not using
-        loss = steps * (seconds[not using] - tokens[not using] / rates[using])
-        if bucket.since < TRIAL_PAUSE * steps or bucket.savings < loss or not bucket.seconds[using].weight:
-            return using, False
-        return not using, True
-
-    def _bucket(self, batch: int) -> Bucket:
-        if batch not in self._buckets:
-            self._buckets[batch] = Bucket(self._ratio(batch))
-        return self._buckets[batch]
+    def table(self) -> list[dict[str, float]]:
+        """Measurements of every bucket that has run: expected seconds and tokens of a request, and steps, by N."""
+        drafts = self.acceptance.drafts
+        return [
+            {"batch": batch, "nodes": n, "seconds": seconds, "tokens": 1 + drafts[n], "steps": bucket.steps[n]}
+            for batch, bucket in sorted(self._buckets.items()) if bucket.steps
+            for n, seconds in self.seconds(batch).items()
+        ]  # fmt: skip

@@ -163,7 +163,9 @@ class Engine:
             salts=Salts(isolate=config.isolate_ngrams, unique=not (self.lossless or speculation.runs_model)),
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
-        policy = DraftPolicy(self._estimated_ratio, GUESSES[speculation.runs_model]) if self.buckets.chooses else None
+        sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
+        guess = GUESSES[speculation.runs_model]
+        policy = DraftPolicy(sizes, self._estimated_ratio, guess) if self.buckets.chooses else None
         self.runtime = Runtime(
             self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,
             self.pool.pages, self.vocab_size, lossless=self.lossless, policy=policy,
@@ -426,8 +428,11 @@ class Engine:
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.length
 
-    def _estimated_ratio(self, batch: int) -> float:
-        resized = self.speculation.within(self.buckets.trees[batch])
+    def _estimated_ratio(self, batch: int, nodes: int) -> float:
+        """Estimated duration of a step of N nodes relative to one of a single node."""
+        if nodes == 1:
+            return 1.0
+        resized = self.speculation.within(nodes)._replace(width=nodes)
         device = None if self.platform == "cpu" else gpu.named(self.device_name)
         return estimated_ratio(batch, self.target, self.speculation._replace(drafter=resized), self.params, device)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple
 
 from specjax.drafters.base import Speculation
-from specjax.engine.draft_policy import DraftPolicy, Mean
+from specjax.engine.draft_policy import Choice, DraftPolicy, Mean
 
 BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
 """The steps between sizes are small on a GPU, where rows without a request cost as much as others."""
@@ -33,6 +33,8 @@ PROMPTS = 8
 computes half as many tokens, because many prompts are shorter. Attention and page writes are padded in any case."""
 
 PART = 0.9  # value of a token of an unfinished prompt: among equal rates, prefer programs that finish more prompts
+SIZES = 2, 3, 4  # N among which the policy chooses on a CPU, where each node costs time, beside 1 and the full trees
+READY_NODES = {"cpu": 4, "gpu": 512}  # maximum N of the step that a start waits for
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of this many tokens costs about twice as much as one of one token
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
@@ -116,9 +118,10 @@ class Buckets:
     small: int  # chunk
     several: tuple[int, int, int] | None  # prefill of several prompts: prompts, most tokens of each, and of all
     tables: tuple[int, ...]  # pages per request
-    trees: Mapping[int, int]  # batch bucket -> N of its trees; 1: its steps never draft
+    trees: Mapping[int, int]  # batch bucket -> largest N of its trees; 1: its steps never draft
     depths: Mapping[int, int]  # N -> depth of trees of N nodes
-    chooses: bool = False  # `DraftPolicy` chooses between N and 1; else each step has its bucket's trees
+    nested: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # largest N -> N that the policy chooses among
+    ready_nodes: int = READY_NODES["gpu"]
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
     free_tokens: int = FREE_TOKENS["cpu"]
 
@@ -142,6 +145,12 @@ class Buckets:
         most = (HEAD_BLOCK_TOKENS if speculation.runs_model else BLOCK_TOKENS)[kind]
         unlimited, width = speculation.explicit_width, speculation.drafter.width
         trees = {b: width if unlimited or b == 1 else max(min(width, most // b), 1) for b in batches}
+        nested = dict[int, tuple[int, ...]]()
+        for n in trees.values():
+            if adaptive and n > 1:
+                smaller = () if unlimited else SIZES if kind == "cpu" else (-(-n // 4),)
+                nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n)}))
+        nodes = {1, *trees.values(), *chain(*nested.values())}
         return cls(
             batches=batches,
             chunks=tuple(sorted({min(FINE_CHUNK[kind], small), small, largest})),
@@ -149,8 +158,9 @@ class Buckets:
             several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             trees=trees,
-            depths={nodes: min(speculation.within(nodes).depth, nodes - 1) for nodes in {1, *trees.values()}},
-            chooses=adaptive,
+            depths={n: min(speculation.within(n).depth, n - 1) for n in nodes},
+            nested=nested,
+            ready_nodes=READY_NODES[kind],
             ahead=kind == "gpu",
             free_tokens=FREE_TOKENS[kind],
         )
@@ -165,16 +175,31 @@ class Buckets:
 
     def sizes(self, batch: int) -> tuple[int, ...]:
         """N of the programs of a batch bucket's steps, ascending."""
-        return (1, self.trees[batch]) if self.chooses and self.trees[batch] > 1 else (self.trees[batch],)
+        return self.nested.get(self.trees[batch], (self.trees[batch],))
+
+    def first_sizes(self, batch: int) -> tuple[int, ...]:
+        """N of those programs of a batch bucket that compile before they are asked for: its usual trees, and 1."""
+        sizes = self.sizes(batch)
+        return tuple(dict.fromkeys((self.usual(batch), *sizes[:1])))
+
+    def usual(self, batch: int) -> int:
+        """N of a batch bucket's trees before any measurement."""
+        return max((n for n in self.sizes(batch) if n <= self.ready_nodes), default=self.trees[batch])
 
     def alike(self, batch: int, nodes: int) -> int | None:
-        """N with which the steps of a batch bucket draft as those of `nodes` nodes in another bucket: 1 for 1, else its
-        own trees; None: there is no such step."""
-        return next((n for n in self.sizes(batch) if (n > 1) == (nodes > 1)), None)
+        """The N of a batch bucket's steps that is next to `nodes`: 1 for 1, else one that drafts; None: there is
+        none."""
+        alike = [n for n in self.sizes(batch) if (n > 1) == (nodes > 1)]
+        return min(alike, key=lambda n: abs(n - nodes), default=None)
 
     def drafts(self, batch: int) -> bool:
         """True if steps of this batch bucket may draft."""
         return self.trees[batch] > 1
+
+    @property
+    def chooses(self) -> bool:
+        """True if `DraftPolicy` chooses N; else each step has its bucket's trees."""
+        return bool(self.nested)
 
     @property
     def most_drafting(self) -> int:
@@ -220,7 +245,7 @@ class Buckets:
         prefills.sort(key=lambda key: (key[:2] != ("prefill", self.small) or key.rows > 1, key.rows, key.width))
 
         def steps(batches: list[int], choices: slice) -> list[Key]:
-            return [self.step(b, nodes) for b in batches for nodes in self.sizes(b)[::-1][choices]]
+            return [self.step(b, nodes) for b in batches for nodes in self.first_sizes(b)[choices]]
 
         first, second = slice(1), slice(1, None)
         return [
@@ -229,8 +254,8 @@ class Buckets:
         ]  # fmt: skip
 
     def step(self, batch: int, nodes: int | None = None) -> Key:
-        """The step of a batch bucket with the small page table, by default with its trees."""
-        return Key("step", batch, self.tables[0], nodes=self.trees[batch] if nodes is None else nodes)
+        """The step of a batch bucket with the small page table, by default with its usual trees."""
+        return Key("step", batch, self.tables[0], nodes=self.usual(batch) if nodes is None else nodes)
 
     def ready_keys(self) -> list[Key]:
         """Programs that an engine needs before its first request: the small prefill, and a step that can run any
@@ -268,7 +293,7 @@ class Running(NamedTuple):
     id: str
     pages: int
     drafts: bool = True  # False: its steps never draft
-    acceptance: Mean = Mean(1.0)  # tokens of its steps with drafts
+    acceptance: Mean = Mean(1.0)  # of its first drafts; see `DraftPolicy`
     grammar: bool = False
     unread: bool = False  # a step of it is in flight
     forced: tuple[int, ...] = ()  # tokens that its grammar forces next
@@ -405,29 +430,32 @@ def _step(requests: list[Running], ready: Ready, buckets: Buckets, drafting: Dra
     requests = sorted(requests, key=lambda request: not request.grammar)
     count, pages = min(len(requests), buckets.batches[-1]), max(request.pages for request in requests)
     kind = "constrained" if any(request.grammar for request in requests) else "step"
-    nodes, trial = _nodes(requests, buckets, drafting)
+    tables, own = buckets.tables_for(pages), buckets.sizes(buckets.batch(count))
+    compiled = {n for n in own for t in tables if ready.runs(Key(kind, buckets.batch(count), t, nodes=n))}
+    nodes, trial, better = _choice(requests, compiled, buckets, drafting)
 
     def sizes(nodes: int) -> list[Key]:
         """Programs by page table and rows."""
         pairs = [(batch, buckets.alike(batch, nodes)) for batch in buckets.batches]
-        tables = buckets.tables_for(pages)
         return [Key(kind, batch, table, nodes=n) for table in tables for batch, n in pairs if n is not None]
 
-    def fit(key: Key) -> tuple[bool, bool, int, int]:
+    def fit(key: Key) -> tuple[bool, int, int, int]:
         """Requests that fit come first, then the chosen nodes, then the smallest program or the largest part."""
         fits = key.width >= count
-        return fits, (key.nodes > 1) == (nodes > 1), -key.table, -key.width if fits else key.width
+        return fits, -abs(key.nodes - nodes), -key.table, -key.width if fits else key.width
 
     chosen = _possible(sizes(nodes), ready)
     others = list[Key]()  # a step with drafts also runs requests that do not draft
-    if drafting.policy is not None and not (drafting.always and nodes > 1):
-        others = sizes(1 if nodes > 1 else buckets.trees[1])
+    if drafting.policy is not None:
+        least = 2 if drafting.always and nodes > 1 else 1
+        others = [key for n in own if n >= least and n != nodes for key in sizes(n)]
     roomy = buckets.batch(2 * count) if buckets.ahead and count > 1 else buckets.batch(count)
     order = sorted(chosen, key=lambda key: (key.table, key.width != roomy, key.width < count, abs(key.width - count)))
     usable = [key for key in (*chosen, *others) if ready.runs(key)]
     key = max(usable, key=fit) if usable else order[0]
-    whole = bool(usable) and fit(key)[:2] == (True, True)
-    wanted = () if whole or ready.runs(order[0]) else order[0].halves
+    whole = bool(usable) and key.width >= count and key.nodes == buckets.alike(key.width, nodes)
+    best = key._replace(nodes=better) if whole and better in buckets.sizes(key.width) else order[0]
+    wanted = () if (whole and better is None) or ready.runs(best) else best.halves
     runs, part = bool(usable) or key in ready.failed, requests[: key.width]
     forced = _forced(part, buckets.depths.get(key.nodes, 0)) if kind == "constrained" else {}
     return Batch(
@@ -441,19 +469,22 @@ def _forced(requests: list[Running], depth: int) -> dict[str, tuple[int, ...]]:
     return {request.id: request.forced[:depth] for request in requests if request.forced and depth}
 
 
-def _nodes(requests: list[Running], buckets: Buckets, drafting: Drafting) -> tuple[int, bool]:
-    """Nodes of the next step of these requests, and whether it is a trial."""
+def _choice(requests: list[Running], compiled: set[int], buckets: Buckets, drafting: Drafting) -> Choice:
+    """Nodes of the next step of these requests. `compiled`: N of the programs of their bucket that can run."""
     batch = buckets.batch(len(requests))
-    trees, policy = buckets.trees[batch], drafting.policy
-    if policy is None or trees == 1:
-        return trees, False
-    if drafting.always:  # chosen at the admission
-        return trees if any(request.drafts for request in requests) else 1, False
-    forced = _forced(requests, buckets.depths[trees])
-    if forced and policy.pays(batch, len(requests), sum(map(len, forced.values()))):
-        return trees, False
-    acceptance = [request.acceptance for request in requests if request.drafts]
-    return policy.choose(batch, trees, len(requests), acceptance)
+    sizes, policy = buckets.sizes(batch), drafting.policy
+    if policy is None or sizes == (1,):
+        return Choice(sizes[-1])
+    own = [request.acceptance for request in requests if request.drafts]
+    if drafting.always:  # whether to draft was chosen at the admission
+        sizes = sizes[1:] if own else sizes[:1]
+    usual = buckets.usual(batch)
+    forced = _forced(requests, buckets.depths[usual])
+    if forced and not drafting.always and policy.pays(batch, usual, len(requests), sum(map(len, forced.values()))):
+        return Choice(usual)
+    if not own:
+        return Choice(1)
+    return policy.choose(batch, compiled.intersection(sizes) or sizes, len(requests), own)
 
 
 # For the log

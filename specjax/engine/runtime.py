@@ -172,7 +172,7 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
             trees = _drafted_trees(runtime, batch, inputs)
             inputs = constrained_input(inputs, sequences, trees, batch.forced, runtime.vocab_size, seconds)
         if runtime.policy is not None and runtime.buckets.drafts(key.width):
-            runtime.policy.launched(key.width, drafts=key.nodes > 1, trial=batch.trial)
+            runtime.policy.launched(key.width, key.nodes, trial=batch.trial)
         runtime.counters.steps += 1
     else:
         chunks = [(n, runtime.scheduler.snapshot(each, n)) for each, n in zip(sequences, batch.lengths, strict=True)]
@@ -259,11 +259,11 @@ def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float)
     if runtime.policy is None or key.kind != "step" or not runtime.buckets.drafts(key.width):
         return
     drafted = [
-        (sequence.acceptance, len(tokens))
-        for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)
-        if sequence.id in flight.batch.drafted and tokens
+        (sequence.acceptance, ranks)
+        for sequence, ranks, finish in zip(flight.sequences, read.ranks, read.finish, strict=False)
+        if sequence.id in flight.batch.drafted and finish == RUNS
     ]
-    runtime.policy.record(key.width, seconds, drafted if key.nodes > 1 else None)
+    runtime.policy.record(key.width, key.nodes, seconds, drafted)
 
 
 def take(

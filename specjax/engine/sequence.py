@@ -258,7 +258,7 @@ class Sequence:
     status: Status = Status.WAITING
     slot: Slot | None = None  # None while it waits and after it has finished
     drafts: bool = True  # may draft; see `Speculation.costly_observe`
-    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # tokens of its steps with drafts
+    acceptance: Mean = field(default_factory=lambda: Mean(ACCEPTANCE_DECAY))  # of its first drafts; see `DraftPolicy`
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
 
     @property

@@ -1,7 +1,10 @@
-"""The choice between steps with and without drafts: simulated machines, and engines with random choices."""
+"""The choice of the nodes of a step's trees: simulated machines, and engines with random choices."""
 
 import functools
 import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ from draft_helpers import LONGEST, drafting, right_often
 from engine_helpers import NGRAM, check_idle, check_texts, make_engine, toy
 
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS
-from specjax.drafters import Speculation, TreeShape
+from specjax.drafters import Speculation, TreeShape, make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
@@ -21,13 +24,16 @@ from specjax.engine.draft_policy import (
     MAX_STEP_RATIO,
     TRIAL_PAUSE,
     TRIAL_SHARE,
+    Acceptance,
+    Choice,
     DraftPolicy,
     Mean,
 )
 from specjax.gpu import DEVICES
 from specjax.step import speculate_step
 
-TREES = 4  # nodes
+SIZES = (1, 2, 3, 4)
+CHAIN = 7  # drafts of the longest chain
 
 
 def request() -> Mean:
@@ -35,118 +41,172 @@ def request() -> Mean:
     return Mean(ACCEPTANCE_DECAY)
 
 
-def chosen(policy: DraftPolicy, batch: int, acceptance: list[Mean], requests: int | None = None) -> int:
+def policy_of(
+    cost: Mapping[int, float] | None = None, guess: float = 0.5, batches: Iterable[int] = (1,)
+) -> DraftPolicy:
+    """A policy whose estimates are these costs by N, by default one of each node."""
+    sizes = SIZES if cost is None else tuple(cost)
+    return DraftPolicy(dict.fromkeys(batches, sizes), lambda batch, n: float(n) if cost is None else cost[n], guess)
+
+
+def chosen(policy: DraftPolicy, batch: int, own: list[Mean], requests: int | None = None, sizes=SIZES) -> int:
     """Nodes of a step that is launched."""
-    nodes, trial = policy.choose(batch, TREES, len(acceptance) if requests is None else requests, acceptance)
-    policy.launched(batch, drafts=nodes > 1, trial=trial)
-    return nodes
+    choice = policy.choose(batch, sizes, len(own) if requests is None else requests, own)
+    policy.launched(batch, choice.nodes, trial=choice.trial)
+    return choice.nodes
 
 
 def simulate(
-    policy: DraftPolicy, steps: int, plain: float, tree: float, chance: float, *, batch: int = 1, seed: int = 0
-) -> tuple[float, list[int]]:
-    """Runs steps of `batch` requests. Returns the tokens a second and the nodes of each step.
+    policy: DraftPolicy, steps: int, seconds: Mapping[int, float], chance: Callable[[int], float], *, batch: int = 1,
+    seed: int = 0, length: int = 100,
+) -> tuple[list[int], dict[int, float], float]:  # fmt: skip
+    """Runs steps of `batch` requests of `length` steps each.
 
     Args:
-        plain, tree: seconds of a step without and with drafts.
-        chance: probability that a draft is accepted, of three one after another.
+        seconds: of a step, by N.
+        chance: step -> probability that a draft of a chain is accepted if those before it are.
+
+    Returns:
+        The nodes of each step, and the tokens a second of each N in every step, and of the policy.
     """
-    rng, requests = np.random.default_rng(seed), [request() for _ in range(batch)]
-    tokens, seconds, nodes = 0, 0.0, []
-    for _ in range(steps):
-        nodes.append(chosen(policy, batch, requests))
-        drafts, emitted = nodes[-1] > 1, [1] * batch
-        if drafts:
-            emitted = [1 + int(np.cumprod(rng.random(3) < chance).sum()) for _ in requests]
-        taken = (tree if drafts else plain) * rng.uniform(0.95, 1.05)
-        policy.record(batch, taken, zip(requests, emitted, strict=True) if drafts else None)
-        tokens, seconds = tokens + sum(emitted), seconds + taken
-    return tokens / seconds, nodes
+    rng, nodes, total, taken = np.random.default_rng(seed), [], Counter(), Counter()
+    for step in range(steps):
+        if step % length == 0:
+            requests = [request() for _ in range(batch)]
+        nodes.append(chosen(policy, batch, requests, sizes=tuple(seconds)))
+        accepted = np.cumprod(rng.random((batch, CHAIN)) < chance(step), axis=1).sum(axis=1)
+        noise = rng.uniform(0.95, 1.05)
+        ranks = [range(1, 1 + min(int(count), nodes[-1] - 1)) for count in accepted]
+        drafted = zip(requests, ranks, strict=True) if nodes[-1] > 1 else []
+        policy.record(batch, nodes[-1], seconds[nodes[-1]] * noise, drafted)
+        for name, n in [*((n, n) for n in seconds), (0, nodes[-1])]:
+            total[name] += sum(1 + min(int(count), n - 1) for count in accepted)
+            taken[name] += seconds[n] * noise
+    rates = {name: total[name] / taken[name] for name in total}
+    return nodes, rates, rates.pop(0)
 
 
-@pytest.mark.parametrize(
-    ("tree", "chance", "expected"),
-    [(1.7, 0.8, TREES), (1.7, 0.2, 1), (1.2, 0.4, TREES), (3.2, 0.7, 1), (1.0, 0.0, 1)],
-)
-@pytest.mark.parametrize(("estimate", "batch"), [(0.5, 1), (6.0, 1), (1.7, 8)])
-def test_faster_size_is_found_from_any_estimate(tree, chance, expected, estimate, batch):
-    policy = DraftPolicy(lambda batch: estimate, 2.0)
-    simulate(policy, 1500, 0.01, 0.01 * tree, chance, batch=batch)
-    rate, nodes = simulate(policy, 1000, 0.01, 0.01 * tree, chance, batch=batch, seed=1)
-    if (tree, chance) != (1.0, 0.0):  # equal rates, so either size is right
-        assert nodes.count(expected) > 0.95 * len(nodes)
-    assert rate > (1 - 1.5 * TRIAL_SHARE) * batch / 0.01
+CPU = {1: 3.55, 2: 4.2, 3: 4.85, 4: 5.6}  # ms of a step with a draft head on 2 cores
+STEEP = {1: 1.0, 2: 1.12, 4: 1.25, 8: 1.6}
+
+
+@pytest.mark.parametrize("seconds", [CPU, STEEP], ids=["cpu", "flat"])
+@pytest.mark.parametrize("chance", [0.05, 0.4, 0.6, 0.9])
+@pytest.mark.parametrize(("estimate", "batch"), [(0.1, 1), (1.0, 4)])
+def test_fastest_size_is_found_from_any_estimate(seconds, chance, estimate, batch):
+    """Within 4% of the best size in hindsight, the trials' 1% included."""
+    cost = {n: 1 + estimate * (n - 1) for n in seconds}
+    policy = policy_of(cost, batches=[batch])
+    simulate(policy, 1000, seconds, lambda step: chance, batch=batch)
+    nodes, rates, rate = simulate(policy, 1500, seconds, lambda step: chance, batch=batch, seed=1)
+    assert rate > 0.96 * max(rates.values()), (rates, Counter(nodes))
+
+
+def test_policy_follows_changes():
+    """It beats every fixed size while acceptance changes, and follows the time of a step."""
+    policy = policy_of(STEEP)
+    _, rates, rate = simulate(policy, 3000, STEEP, lambda step: 0.85 if step // 500 % 2 else 0.2)
+    assert rate > 1.05 * max(rates.values())
+    slow = STEEP | {8: 9.0, 4: 7.0}
+    simulate(policy, 500, slow, lambda step: 0.9)
+    nodes, rates, rate = simulate(policy, 1000, slow, lambda step: 0.9)
+    assert nodes.count(2) > 0.9 * len(nodes) and rate > 0.97 * rates[2]
+
+
+def test_useless_drafts_cost_no_more_than_trials():
+    policy = policy_of(CPU)
+    simulate(policy, 500, CPU, lambda step: 0.0)
+    nodes, rates, rate = simulate(policy, 2000, CPU, lambda step: 0.0)
+    assert rate > (1 - 1.5 * TRIAL_SHARE) * rates[1] and 0 < len(nodes) - nodes.count(1) < 0.06 * len(nodes)
+    others = [i for i, size in enumerate(nodes) if size != 1]
+    assert min(np.diff(others)) >= TRIAL_PAUSE
+
+
+def test_larger_trees_tell_the_acceptance_of_smaller_ones():
+    """Of each size, what its own steps would accept, also where accepted nodes are not the first ones."""
+    rng, floats = np.random.default_rng(0), lambda counts: [*map(float, counts)]
+    paths = [sorted((rng.choice(7, rng.integers(4), replace=False) + 1).tolist()) for _ in range(4000)]
+    large, own = Acceptance((1, 2, 4, 8), 0.5), Acceptance((1, 2, 4, 8), 0.5)
+    for nodes in (2, 4, 8):
+        for path in paths:
+            large.add(8, floats(large.counts(path)), 1.0)
+            own.add(nodes, floats(own.counts([rank for rank in path if rank < nodes])), 1.0)
+        part = (2, 4, 8).index(nodes)
+        assert large.survivals[: part + 1] == pytest.approx(own.survivals[: part + 1])
+
+
+def test_rising_acceptance_shows_in_small_trees():
+    """Parts that are not drafted any more follow those that are."""
+    acceptance = Acceptance(SIZES, 0.5)
+    for count in (0.0, 1.0):
+        for _ in range(400):
+            acceptance.add(2, [count, 0.0, 0.0], 1.0)
+        expected = [count, count**2, count**3]
+        assert acceptance.survivals == pytest.approx(expected, abs=0.05)
+    for _ in range(100):
+        acceptance.add(4, [1.0, 1.0, 0.0], 1.0)
+    assert acceptance.survivals == pytest.approx([1, 1, 0], abs=0.05)
 
 
 @pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
 def test_forced_tokens_pay_for_the_whole_batch(requests, forced, expected):
     """One forced token of a request makes all rows of its batch wide."""
-    policy = DraftPolicy({1: 1.4, 4: 3.0}.__getitem__, 1.3)
-    assert policy.pays(requests, requests, forced) == expected
+    policy = DraftPolicy({1: SIZES, 4: SIZES}, lambda batch, n: 1.0 if n == 1 else {1: 1.4, 4: 3.0}[batch], 0.3)
+    assert policy.pays(requests, 4, requests, forced) == expected
 
 
-def test_policy_follows_changes():
-    """Of acceptance and of the time of a step. Useless drafts cost no more than the trials."""
-    policy = DraftPolicy(lambda batch: 1.7, 2.0)
-    for chance, tree, expected in ((0.9, 1.7, TREES), (0.0, 1.7, 1), (0.9, 1.7, TREES), (0.9, 5.0, 1)):
-        simulate(policy, 6000, 0.01, 0.01 * tree, chance)
-        rate, nodes = simulate(policy, 4000, 0.01, 0.01 * tree, chance)
-        assert nodes.count(expected) > 0.9 * len(nodes), (chance, tree)
-        if chance == 0.0:
-            assert rate > (1 - 1.1 * TRIAL_SHARE) / 0.01 and 0 < nodes.count(TREES) < 0.02 * len(nodes)
+def test_seconds_between_measured_sizes():
+    """They follow the cost model, and a larger tree takes no less than a smaller one did."""
+    policy = policy_of({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
+    assert policy.seconds(1) == {1: 1, 2: 2, 3: 3, 4: 4}
+    for n, seconds in ((2, 0.2), (4, 0.8)):
+        for _ in range(3):
+            policy.record(1, n, seconds, [])
+    assert policy.seconds(1) == pytest.approx({1: 0.1, 2: 0.2, 3: 0.45, 4: 0.8})
+    flat = policy_of(dict.fromkeys(SIZES, 1.0))
+    for n, seconds in ((1, 0.1), (2, 0.3), (3, 0.01)):
+        flat.record(1, n, 9.0, [])
+        flat.record(1, n, seconds, [])
+    assert flat.seconds(1)[4] == 0.3
 
 
 def test_hysteresis():
-    """The size in use stays where the other is hardly better."""
-    policy, new = DraftPolicy(lambda batch: 2.0, 2.0), request()
-    for _ in range(4):
-        policy.record(1, 0.01, None)
-        policy.record(1, 0.02, [(request(), 2)])
-    chosen(policy, 1, [new])  # a trial is due
-    assert abs(policy.accept_length(new) / 0.02 * 0.01 - 1) < HYSTERESIS
-    for drafts in (False, True):
-        policy.launched(1, drafts=drafts, trial=False)
-        assert policy.choose(1, TREES, 1, [new]) == (TREES if drafts else 1, False)
+    """The size in use stays where another is hardly better; a faster one without a program is named."""
+    policy = policy_of({1: 1.0, 2: 1.5 / (1 + HYSTERESIS / 2), 3: 9.0, 4: 9.0})
+    for n in (1, 2):
+        policy.launched(1, n, trial=False)
+        assert policy.choose(1, SIZES, 1, [request()]) == (n, False, None)
+    better = policy_of({1: 1.0, 2: 1.5 / (1 + 2 * HYSTERESIS), 3: 9.0, 4: 9.0})
+    better.launched(1, 1, trial=False)
+    assert better.choose(1, (1, 4), 1, [request()]) == (1, False, 2)
+    assert better.choose(1, (1, 2, 4), 1, [request()]) == (2, False, None)
 
 
 def test_choosing_changes_nothing():
     """Only what was launched and recorded does, so that a plan may be made twice."""
-    policy = DraftPolicy(lambda batch: 2.0, 2.0)
-    for _ in range(40):
-        policy.record(1, 0.01, None)
-        policy.record(1, 0.02, [(request(), 2)])
-    first = policy.choose(1, TREES, 1, [request()])
-    assert first[1] and [policy.choose(1, TREES, 1, [request()]) for _ in range(5)] == [first] * 5
+    policy = policy_of(CPU)
+    for n in (1, 2) * 40:
+        policy.launched(1, n, trial=False)
+        policy.record(1, n, CPU[n], [(request(), [1])] if n > 1 else [])
+    first = policy.choose(1, (1, 2), 1, [request()])
+    assert first.trial and [policy.choose(1, (1, 2), 1, [request()]) for _ in range(5)] == [first] * 5
 
 
 def test_acceptance_of_each_request():
-    policy = DraftPolicy(lambda batch: 2.0, 2.0)
+    policy = policy_of({1: 1.0, 2: 1.5, 3: 9.0, 4: 9.0})
     good, bad, new = request(), request(), request()
     for _ in range(100):
-        policy.record(1, 0.01, None)
-        policy.record(1, 0.02, [(good, 4)])
-        policy.record(1, 0.02, [(bad, 1)])
-    assert policy.accept_length(good) > 3.5 and policy.accept_length(bad) < 1.5
-    assert policy.accept_length(new) == pytest.approx(2.5, abs=0.3)
-    chosen(policy, 1, [good])  # a trial is due
-    assert chosen(policy, 1, [good]) == TREES and chosen(policy, 1, [bad]) == 1
+        for own, ranks in ((good, [1]), (bad, [])):
+            policy.launched(1, 2, trial=False)
+            policy.record(1, 2, 1.5, [(own, ranks)])
+    rates = [policy.rates(1, 1, [own])[2] for own in (bad, new, good)]
+    assert rates == pytest.approx([1.15 / 1.5, 1.5 / 1.5, 1.85 / 1.5], abs=0.1)
+    chosen(policy, 1, [good], sizes=(1, 2))  # a trial is due
+    assert chosen(policy, 1, [bad], sizes=(1, 2)) == 1 and chosen(policy, 1, [good], sizes=(1, 2)) == 2
+    assert policy.rates(1, 4, [good])[1] == pytest.approx(4) and policy.rates(1, 4, [good])[2] < 5 / 1.5
 
 
-def test_requests_without_drafts():
-    policy = DraftPolicy(lambda batch: 9.0, 1.0)
-    assert chosen(policy, 1, [], 1) == 1 == chosen(policy, 1, [request()])
-    eager = DraftPolicy(lambda batch: 1.0, 9.0)
-    assert chosen(eager, 1, [request()]) == TREES and chosen(eager, 1, [], 1) == 1
-    mixed = DraftPolicy(lambda batch: 2.0, 2.9)
-    assert chosen(mixed, 2, [request(), request()]) == TREES
-    assert chosen(mixed, 4, [request()], 4) == 1, "rows that do not draft emit one token"
-
-
-def test_trial_pause_and_outliers():
-    policy = DraftPolicy(lambda batch: 1.0, 1.0)
-    _, nodes = simulate(policy, 3000, 0.01, 0.01, 0.0)
-    others = [i for i, size in enumerate(nodes) if size != nodes[-1] and i > 100]
-    assert others and min(np.diff(others)) >= TRIAL_PAUSE
+def test_outliers_count_little():
     mean = Mean(DECAY)
     for value in (1.0, 1.0, 100.0):
         mean.add(value, most=MAX_STEP_RATIO)
@@ -154,12 +214,11 @@ def test_trial_pause_and_outliers():
 
 
 def test_admission():
-    policy = DraftPolicy(lambda batch: 2.0, 2.9)
+    policy = policy_of({1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6}, guess=0.8)
     assert policy.admit(1, 1 << 20)
-    bad = request()
     for _ in range(200):
-        policy.record(1, 0.01, None)
-        policy.record(1, 0.02, [(bad, 1)])
+        policy.record(1, 1, 1.0, [])
+        policy.record(1, 4, 1.6, [(request(), [])])
     assert not policy.admit(1, 1 << 20)
 
 
@@ -167,9 +226,32 @@ def test_admission():
 def engine_of(kind: str, **config) -> Engine:
     sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": LONGEST, "max_running_requests": 3}
     if kind == "NGRAM":
-        return make_engine(toy(), NGRAM, warm=False, adaptive=True, **sizes | config)
+        speculation = make_speculation(NGRAM)._replace(explicit_width=False)
+        return make_engine(toy(), speculation, warm=False, adaptive=True, **sizes | config)
     llama, drafter, params = drafting(kind)
-    return make_engine(llama, drafter, draft=params, warm=False, adaptive=True, **sizes | config)
+    speculation = Speculation(drafter, explicit_width=False)
+    return make_engine(llama, speculation, draft=params, warm=False, adaptive=True, **sizes | config)
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+def test_text_for_any_sizes(kind):
+    """Each step has a random N, with penalties, limits of drafts and requests that never draft."""
+    engine = engine_of(kind, overlap=kind == "NGRAM")
+    sizes = {batch: engine.buckets.sizes(batch) for batch in engine.buckets.batches}
+    engine.warm_up([*engine.buckets.all_keys(), *(engine.buckets.step(b, n) for b, ns in sizes.items() for n in ns)])
+    rng, used = np.random.default_rng(3), set()
+
+    def choose(batch: int, compiled: Iterable[int], requests: int, own: object) -> Choice:
+        used.add(nodes := int(rng.choice(sorted(compiled))))
+        return Choice(nodes)
+
+    engine.policy.choose = choose
+    model = toy() if kind == "NGRAM" else drafting(kind).toy
+    prompts = [rng.integers(5, 30, 4 + 5 * (i % 3)).tolist() for i in range(6)]
+    changes = [{}, {"frequency_penalty": 0.5}, {"draft_limit": 0}, {"speculate": False}, {"draft_limit": 1}, {}]
+    params = [SamplingParams(max_new_tokens=16 + i, temperature=float(i % 2), seed=i, **changes[i]) for i in range(6)]
+    check_texts(engine, model, prompts, params)
+    assert used == {*chain(*sizes.values())} and len(used) > 2
 
 
 def test_draft_model_drafts_for_whole_requests():
@@ -207,18 +289,20 @@ def test_estimate_before_the_first_step(monkeypatch):
     width, depth = engine.drafter.width, engine.drafter.depth
     by_rows = float(np.interp(width, list(CPU_STEP), list(CPU_STEP.values())))
     draft, target = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in engine.params[::-1])
-    assert engine._estimated_ratio(1) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
+    assert engine._estimated_ratio(1, width) == pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
     monkeypatch.setattr(engine, "platform", "gpu")
     for name, measured in (("Tesla P4", False), ("NVIDIA H200", True)):
         monkeypatch.setattr(Engine, "device_name", name)
-        assert (engine._estimated_ratio(1) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)) == measured
+        assert (
+            engine._estimated_ratio(1, width) != pytest.approx(by_rows + CPU_LEVEL * depth * draft / target)
+        ) == measured
     bandwidth, layers = DEVICES["H200"].bandwidth, engine.target.config.num_layers
     plain = target / bandwidth + (LAYER_KERNELS * layers + STEP_KERNELS) * KERNEL
     level = draft / bandwidth + LEVEL_KERNELS * KERNEL
-    assert engine._estimated_ratio(1) == pytest.approx((plain + depth * level) / plain)
+    assert engine._estimated_ratio(1, width) == pytest.approx((plain + depth * level) / plain)
     ngrams = make_engine(toy(), NGRAM, warm=False, adaptive=True)
     monkeypatch.setattr(ngrams, "platform", "gpu")
-    assert 1 <= ngrams._estimated_ratio(1) <= ngrams._estimated_ratio(4), "a target without an architecture"
+    assert 1 <= ngrams._estimated_ratio(1, 4) <= ngrams._estimated_ratio(4, 4), "a target without an architecture"
 
 
 def test_engines_without_a_policy():
@@ -233,7 +317,7 @@ def test_idle_time_is_not_part_of_a_step(monkeypatch, overlap):
     monkeypatch.setattr(runtime, "perf_counter", lambda: clock[0])
     engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
     timed: list[float] = []
-    monkeypatch.setattr(engine.policy, "record", lambda batch, seconds, drafted: timed.append(seconds))
+    monkeypatch.setattr(engine.policy, "record", lambda batch, nodes, seconds, drafted: timed.append(seconds))
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     for idle in (1000.0, 1000.0, 0.0):
         engine.generate([5, 6, 7], params)

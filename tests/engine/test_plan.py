@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,12 @@ def every_key(sizes: Buckets) -> list[Key]:
     return keys
 
 
+def policy_of(sizes: Buckets, ratio: float, guess: float = 0.5) -> DraftPolicy:
+    """`ratio`: estimated duration of a step with drafts relative to one without."""
+    nodes = {batch: sizes.sizes(batch) for batch in sizes.batches}
+    return DraftPolicy(nodes, lambda batch, n: ratio if n > 1 else 1.0, guess)
+
+
 # Properties
 
 
@@ -72,7 +77,7 @@ def situations() -> Iterator[tuple[View, Ready, Buckets, Drafting]]:
         pages, adaptive = one(40, 700), one(True, False)
         sizes = buckets(one("cpu", "gpu"), drafter, rows=one(1, 3, 5, 20), request_pages=pages, adaptive=adaptive)
         ratio = one(0.5, 3.0)
-        policy = DraftPolicy(lambda batch, ratio=ratio: ratio, 2.0) if sizes.chooses else None
+        policy = policy_of(sizes, ratio) if sizes.chooses else None
         prompts = [Prompt(f"p{i}", 1 + below(3000), 1 + below(pages), scores=one(True, False)) for i in range(below(7))]
         running = [
             Running(f"r{i}", 1 + below(pages), one(True, False), unread=one(True, False)) for i in range(below(7))
@@ -333,8 +338,8 @@ def test_batches_of_a_gpu():
 @pytest.mark.parametrize("chosen", [1, 4])
 def test_another_size_runs_while_the_chosen_one_compiles(chosen):
     """Unless its steps would leave a hole in the drafter's state."""
-    sizes = replace(buckets(rows=4), chooses=True)
-    policy = DraftPolicy(lambda batch: 0.1 if chosen > 1 else 9.0, 2.0)
+    sizes = buckets(rows=4, adaptive=True)
+    policy = policy_of(sizes, 0.1 if chosen > 1 else 9.0)
     other = 5 - chosen
     ready = Ready(frozenset([sizes.step(1, other)]))
     for always in (False, True):
@@ -347,11 +352,11 @@ def test_another_size_runs_while_the_chosen_one_compiles(chosen):
 
 def test_forced_tokens_pay_for_the_whole_batch():
     """One forced token of a request makes all rows of its batch wide."""
-    sizes = replace(buckets(rows=4), chooses=True)
+    sizes = buckets(rows=4, adaptive=True)
     ready = Ready(frozenset(every_key(sizes)))
     rng = np.random.default_rng(0)
     for requests, ratio, expected in ((1, 1.4, True), (4, 3.0, False), (4, 1.2, True)):
-        policy = DraftPolicy(lambda batch, ratio=ratio: ratio, 0.1)
+        policy = policy_of(sizes, ratio, 0.05)
         running = [Running(str(i), 4, grammar=True) for i in range(requests)]
         running[int(rng.integers(requests))] = Running("x", 4, grammar=True, forced=(7, 8, 9))
         (batch,) = plan(View([], running), ready, sizes, Drafting(policy))

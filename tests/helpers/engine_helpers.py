@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, Speculation, make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
+from specjax.engine.draft_policy import Choice
 from specjax.engine.plan import Key
 from specjax.engine.sequence import Sequence, SequenceOutput, Status, completion
 from specjax.engine.text import TextStream
@@ -148,9 +149,9 @@ def force_drafts(engine: Engine, drafts: Callable[[], bool]) -> list[int]:
     """Lets `drafts` decide which steps draft. Returns a list that grows by the nodes of each choice."""
     chosen = list[int]()
 
-    def choose(batch: int, trees: int, requests: int, acceptance: Any) -> tuple[int, bool]:
-        chosen.append(trees if drafts() else 1)
-        return chosen[-1], False
+    def choose(batch: int, compiled: Any, requests: int, own: Any) -> Choice:
+        chosen.append(engine.buckets.usual(batch) if drafts() else 1)
+        return Choice(chosen[-1])
 
     assert engine.policy is not None
     engine.policy.choose = choose
