@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from fastapi import FastAPI, Request
@@ -23,13 +23,13 @@ from specjax.engine.runtime import Counters
 from specjax.parallel.sharding import row_bytes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable
-from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
+from specjax.serve.fields import Body, Flag, Text, Values, whole
 from specjax.serve.metrics import exposition, read
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.openai_answers import FINGERPRINT
 from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
-from specjax.serve.server_settings import MOST_TRACED, ServerSettings
+from specjax.serve.server_settings import ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal
 
 Result = TypeVar("Result")
@@ -84,12 +84,6 @@ class PauseRequest(Body):
         description="abort (the default): requests end with their text so far. retract: requests free their pages and "
         "continue later. in_place: requests keep their pages and continue later.",
     )
-
-
-class ProfileRequest(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
-
-    num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
 
 
 # The page is static, without secrets, and needs no API key. It connects only to this server.
@@ -211,8 +205,6 @@ async def on_all(runner: Service, job: Callable[[Runner], Future[Result]]) -> li
 def add_control_routes(
     app: FastAPI, runner: Service, settings: ServerSettings, *, model: str, tokenising: Tokenising
 ) -> None:
-    first = runner.ranks[0]  # a trace counts its steps
-
     @app.get(PAGE, response_class=HTMLResponse, tags=["server"])
     async def playground() -> Response:
         return HTMLResponse(PLAYGROUND.read_bytes(), headers=PAGE_HEADERS)
@@ -276,21 +268,6 @@ def add_control_routes(
         if not all(await on_all(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
-
-    @app.post("/start_profile", tags=["SGLang"])
-    async def start_profile(body: ProfileRequest | None = None) -> dict[str, Any]:
-        steps = None if body is None else body.num_steps
-        try:
-            job = first.call(lambda _: first.profiler.begin(steps))
-            folder = await asyncio.wrap_future(job)
-        except ValueError as error:
-            raise bad_request(str(error), code="profile") from error
-        return {"success": True, "message": f"Tracing into {folder}."}
-
-    @app.post("/stop_profile", tags=["SGLang"])
-    async def stop_profile() -> dict[str, Any]:
-        ended = await asyncio.wrap_future(first.call(lambda _: first.profiler.end()))
-        return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
 
     @app.post("/pause_generation", tags=["SGLang"])
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
