@@ -22,6 +22,7 @@ from ray_helpers import (
     Request,
     Response,
     Types,
+    quick_engine,
 )
 from server_helpers import parse_events
 from starlette.requests import Request as HttpRequest
@@ -29,7 +30,6 @@ from starlette.requests import Request as HttpRequest
 from specjax.engine import EngineConfig
 from specjax.fleet import ray as server
 from specjax.fleet.ray import SpecjaxServer, body_of, build_app, deployment_name, deployment_options, settings_of
-from specjax.fleet.ray_data import Generate
 from specjax.fleet.ray_ingress import ATTEMPTS, Ingress
 
 PROMPT = [10, 11, 12, 10, 11]
@@ -163,15 +163,14 @@ def test_body_has_only_fields_of_the_client():
 def test_answers_and_streams(loop, replica, model):
     """The text equals that of an engine."""
     fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 3, "temperature": 0.7}
-    engine = Generate(QUICK | {"model": model}, {"max_new_tokens": 8, "temperature": 0.7, "seed": 3})
-    (row,) = engine.complete([{"input_ids": PROMPT, "seed": 3}])
+    expected = quick_engine(model).generate(PROMPT, {"max_new_tokens": 8, "temperature": 0.7, "seed": 3}).text
     (answer,) = ask(loop, replica.completions, **fields)
     assert isinstance(answer, Response)
-    assert answer.model_dump()["choices"][0]["text"] == row["text"] != ""
+    assert answer.model_dump()["choices"][0]["text"] == expected != ""
     chunks = ask(loop, replica.completions, stream=True, **fields)
     assert all(isinstance(chunk, str) and chunk.endswith("\n\n") for chunk in chunks)
     events = parse_events("".join(chunks).encode())
-    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == row["text"]
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == expected
 
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     (answer,) = ask(loop, replica.chat, **chat)
