@@ -50,7 +50,6 @@ class Task:
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens if the request gives no number; fewer if they do not fit
     reply: ReplyOptions | None = None  # None: the text is not parsed
-    edit: Callable[[Intake], Prompt] | None = None  # makes the only prompt, if that needs the tokenizer
     names_of: List[Mapping[str, str]] = ()  # `names` of each prompt, if they differ
 
     def grammar_field(self, choice: int) -> str:
@@ -64,8 +63,7 @@ class Task:
         sequences: list[Sequence] = []
         scores, names = 0, self.names
         try:
-            prompts = self.prompts if self.edit is None else [self.edit(intake)]
-            for index, (prompt, sampling) in enumerate(zip(prompts, self.sampling, strict=True)):
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
                 names = self.names_of[index] if self.names_of else self.names
                 name = self.ids[index] if self.ids else f"{id}-{index}"
                 first = intake.sequence(prompt, sampling, id=name)
