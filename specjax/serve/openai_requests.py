@@ -415,7 +415,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         "modalities": (["text"],), "audio": (), "prediction": (),
         "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
-        "media_io_kwargs": ({},),
+        "media_io_kwargs": ({},), "stream_reasoning": (True,),
     }  # fmt: skip
 
     messages: Messages

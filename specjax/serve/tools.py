@@ -121,9 +121,6 @@ class ToolFields(Body):
     separate_reasoning: Flag | None = Field(
         None, description="false = reasoning is part of the content. Default: `reasoning_content`."
     )
-    stream_reasoning: Flag | None = Field(
-        None, description="false = a stream sends reasoning in one piece, once it has ended."
-    )
 
     @property
     def must(self) -> bool:
@@ -203,7 +200,6 @@ class ToolFields(Body):
             most=self.most,
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
-            gathered=self.stream_reasoning is False,
             thinks=thinks,
             schemas=schemas,
         )

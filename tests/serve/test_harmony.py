@@ -385,10 +385,6 @@ def test_forms_of_answers(served):
     assert content(skip_special_tokens=False) == content()
     assert content(separate_reasoning=False) == {"role": "assistant", "content": "Easy.\nIt is 22 degrees."}
     assert content(max_tokens=4)["reasoning_content"] == "Easy." and content(max_tokens=2)["content"] == ""
-    events = served.events(CHAT, ask("a", tools=TOOLS, stream_reasoning=False, draft_limit=0))
-    thoughts = [part["delta"]["reasoning_content"] for event in events for part in event["choices"]
-                if "reasoning_content" in part["delta"]]  # fmt: skip
-    assert thoughts == ["A city, so a call."]
     # A text for a message that the client began.
     messages = [*ask("b")["messages"], {"role": "assistant", "content": "It is"}]
     fields = {"messages": messages, "continue_final_message": True, "max_tokens": 1, "logit_bias": {"0": 100}}
