@@ -480,7 +480,7 @@ def chat_task(
     reasoning = reply is not None and reply.reasoning
     params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning or form.harmony)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
-    return Task([with_tools(chat(), form, offered, effort)], [params], names=names, prompt_field=field, reply=reply)
+    return Task([with_tools(chat(), form, offered, effort)], [params], [names], prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -488,19 +488,15 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: Integer | None = parameter(
         "max_new_tokens", f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
     )
-    best_of: Integer | None = Field(None, description="1, or `n`.")
     echo: Flag | None = Field(None, description="Return the prompt before the text, with its `logprobs`.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules) -> Task:
         choices = self.n or 1
-        if self.best_of not in (None, 1, choices):
-            problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
-            raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens must be at least 1, got 0, without echo: true", "max_tokens")
         start = 0 if self.echo and self.logprobs is not None else None
         sampling = self.sampling(rules, self.logprobs, logprob_start_len=start)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
-        sampling = [sampling] * len(prompts)
-        return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS)
+        every = len(prompts)
+        return Task(prompts, [sampling] * every, [self.names] * every, choices, most=COMPLETION_TOKENS)
