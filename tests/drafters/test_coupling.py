@@ -202,5 +202,5 @@ def test_option_reaches_drafter_and_report(coupling):
     speculation = make_speculation(chosen, target=toy.target, head=config)
     assert speculation.coupling == coupling
     engine = make_engine(toy, speculation, draft=params, warm=False)
-    assert describe(engine, "m")["speculative_coupling"] == coupling
+    assert describe([engine], "m")["speculative_coupling"] == coupling
     assert make_speculation("NGRAM").coupling == "none"
