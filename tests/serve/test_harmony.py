@@ -174,13 +174,12 @@ def test_message_that_the_prompt_begins():
     assert parsed(f"x{END}{START}{header('analysis')}y", opened=False)["reasoning_content"] == "y"
 
 
-def test_thoughts_in_the_content_and_gathered():
+def test_thoughts_in_the_content():
     text = thought("Hm.") + header("commentary") + "Look." + END + START + thought("So.") + CALL
     assert parsed(text, reasoning=False)["content"] == "Hm.\nLook.\nSo."
-    reply = ReplyOptions(Harmony, NAMES, reasoning=True, gathered=True).reply(thinking=True)
-    deltas = [delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True)
-    thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
-    assert thoughts == ["Hm.", "\nSo."] and joined(deltas)["content"] == "Look." and reply.has_called
+    reply = ReplyOptions(Harmony, NAMES, reasoning=True).reply(thinking=True)
+    message = joined([delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True))
+    assert (message["reasoning_content"], message["content"]) == ("Hm.\nSo.", "Look.") and reply.has_called
 
 
 WORDS = (
