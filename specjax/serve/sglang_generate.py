@@ -234,18 +234,14 @@ def generate_logprobs(
     def entry(token: int, logprob: float | None) -> list[Any]:
         return [finite(logprob), token, None if names is None else names.text(token)]
 
-    def entries(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
-        return [entry(*pair) for pair in pairs]
+    def entries(item: PromptLogprob | TokenLogprob, pairs: Iterable[tuple[int, float]]) -> list[list[Any]] | None:
+        return None if item.logprob is None else [entry(*pair) for pair in pairs]
 
     result = {}
-    if prompt is not None:
-        result["input_token_logprobs"] = [entry(item.token, item.logprob) for item in prompt]
-        result["input_top_logprobs"] = [None if item.logprob is None else entries(item.top) for item in prompt]
-        if with_ids:
-            ids = [None if item.logprob is None else entries(item.of_ids) for item in prompt]
-            result["input_token_ids_logprobs"] = ids
-    result["output_token_logprobs"] = [entry(item.token, item.logprob) for item in logprobs]
-    result["output_top_logprobs"] = [entries(item.top) for item in logprobs]
-    if with_ids:
-        result["output_token_ids_logprobs"] = [entries(item.of_ids) for item in logprobs]
+    for place, items in (("input", prompt), ("output", logprobs)):
+        if items is not None:
+            result[f"{place}_token_logprobs"] = [entry(item.token, item.logprob) for item in items]
+            result[f"{place}_top_logprobs"] = [entries(item, item.top) for item in items]
+            if with_ids:
+                result[f"{place}_token_ids_logprobs"] = [entries(item, item.of_ids) for item in items]
     return result

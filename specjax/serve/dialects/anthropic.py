@@ -204,18 +204,12 @@ class Thinking(Body):
 class OutputFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
-    def chosen(self) -> Grammar:
-        return Grammar.json(self.schema)
-
 
 class OutputConfig(Body):
     unsupported: ClassVar[Mapping[str, Values]] = {"task_budget": ()}
 
     effort: Effort | None = Field(None, description=EFFORT)
     format: OutputFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        return None if self.format is None else self.format.chosen()
 
 
 class CountTokensRequest(Body):
@@ -266,7 +260,10 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
-    asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
+    asked = FIELDS | {
+        "output_config": lambda config: config.format and Grammar.json(config.format.schema),
+        "output_format": lambda format: Grammar.json(format.schema),
+    }
     unsupported = UNSUPPORTED | NOT_BUILT
 
     max_tokens: NewTokens = Field(description="New tokens.")
