@@ -1,6 +1,7 @@
 """Reads the device's idle time and the host's work in a step from a trace of a server.
 
-    specjax serve --profile FOLDER ...      # the first 100 steps of requests are traced
+    specjax serve --profiler-port 9999 ...
+    python -m jax.collect_profile --log_dir FOLDER --no_perfetto_link --python_tracer_level=0 9999 1000
     python benchmarks/idle.py FOLDER
 
 A step lasts from the start of one iteration of the engine to the start of the next. Medians in milliseconds:

@@ -30,7 +30,6 @@ from specjax.engine import Engine
 from specjax.engine.plan import as_lines, speculation_table
 from specjax.parallel.sharding import local_bytes
 from specjax.serve.app import Extension, create_app
-from specjax.serve.profiling import make_folder
 from specjax.serve.runner import Runner, Service
 from specjax.serve.server import SIGNALS, Server, allow_files, check_certificate, listen, url
 from specjax.settings import Parser, add_flags, parse
@@ -138,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
             return dry_run.dry_run(settings, args.assume_device, as_json=args.json)
-        if server.profile is not None:
-            make_folder(server.profile)
+        if server.profiler_port is not None:
+            jax.profiler.start_server(server.profiler_port)
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:
             group, following = fleet("agreement").make_group(settings), fleet("following")
             make_engine = partial(load, settings, kind=following.shared_by(group), join=group.join)

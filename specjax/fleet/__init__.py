@@ -6,5 +6,4 @@ agreement    from the flags of `specjax serve` to a group; what its processes mu
 following    `SharedEngine`, whose device sends each launch to the followers; the command of a follower
 routers      `/v1/loads` and `/get_load`, which routers read
 ray          Ray Serve: `SpecjaxServer`, `build_app`; `ray_ingress` carries requests to the replicas
-ray_data     Ray Data: `Generate` completes the rows of a dataset
 """

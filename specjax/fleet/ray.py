@@ -41,7 +41,7 @@ MODEL_FIELDS = {"model": "model_source", "model_path": "model_source", "served_m
                 "tokenizer_path": "tokenizer_source"}  # fmt: skip
 """Maps settings to the fields of `model_loading_config` that set them."""
 SOCKET_SETTINGS = ("host", "port", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
-                   "dist_init_addr", "nnodes", "node_rank")  # fmt: skip
+                   "dist_init_addr", "nnodes", "node_rank", "profiler_port")  # fmt: skip
 """Settings of the process `specjax serve`: Ray Serve has proxies, and graceful_shutdown_timeout_s."""
 HEADERS = ("authorization", "x-api-key", "x-request-id")  # headers of a client that the application reads
 STOP_SECONDS = 5.0
@@ -280,13 +280,6 @@ class SpecjaxServer:
 
     async def is_sleeping(self) -> bool:
         return False
-
-    async def start_profile(self) -> None:
-        """Writes a trace of the next steps into the folder of the setting `profile`. Raises ValueError without it."""
-        await asyncio.wrap_future(self._runner.call(lambda _: self._runner.profiler.begin(None)))
-
-    async def stop_profile(self) -> None:
-        await asyncio.wrap_future(self._runner.call(lambda _: self._runner.profiler.end()))
 
 
 def _pickle_ingress_by_value() -> None:

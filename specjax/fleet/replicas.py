@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from specjax.engine import Engine
@@ -30,12 +29,7 @@ class Replicas(Service):
         self, make_engine: Callable[[int], Engine], settings: ServerSettings, count: int, *, warm_up: bool = True
     ) -> None:
         self._make_engine, self._loading = make_engine, threading.Lock()
-        # One trace holds the steps of all replicas; the first replica counts them.
-        others = replace(settings, profile=None)
-        self.ranks = [
-            Runner(partial(self._load, rank), settings if rank == 0 else others, warm_up=warm_up)
-            for rank in range(count)
-        ]
+        self.ranks = [Runner(partial(self._load, rank), settings, warm_up=warm_up) for rank in range(count)]
         self.on_change = lambda: None
         for rank, runner in enumerate(self.ranks):
             runner.name, runner.on_change = f"{runner.name}-dp{rank}", self._changed

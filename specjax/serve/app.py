@@ -14,7 +14,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Ma
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -30,7 +30,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sequence import AbortCode, Sequence
 from specjax.serve.control import add_control_routes
 from specjax.serve.delivery import Listener
-from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, form_of, unavailable
+from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
@@ -178,16 +178,15 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     add_control_routes(app, runner, settings, model=model, tokenising=generation.tokenising)
     for extension in extensions:
         extension.add(app, generation)
-    forms = error_forms(extensions)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> NoReturn:
         path, headers = request.url.path, error.headers
         messages = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
         message = messages.get(error.status_code, str(error.detail))
         if error.status_code == 405:
             headers = {"Allow": ", ".join(sorted(methods(request.scope)))}
-        return ApiError(error.status_code, message, headers=headers).response(form_of(path, forms))
+        raise ApiError(error.status_code, message, headers=headers)  # `Gate` answers in the form of the path's errors
 
     def methods(scope: Scope) -> set[str]:
         """The methods of a path, which may have several routes."""
@@ -199,7 +198,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nginx's status; only the log shows it
 
-    app.add_middleware(Gate, runner=runner, settings=settings, error_forms=forms)
+    app.add_middleware(Gate, runner=runner, settings=settings, error_forms=error_forms(extensions))
     if settings.allowed_origins:  # outermost: the browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],

@@ -142,6 +142,10 @@ class Head(NamedTuple):
     whole: str | None = None  # all arguments, if the length includes them
 
 
+Found: TypeAlias = Head | Literal[False] | None
+"""The head of a call. False: no call begins here. None: undecided without more text."""
+
+
 class CallParser:
     """Parses the text of one answer, in pieces. This base class has no format: all of it is text.
 
@@ -284,11 +288,11 @@ class CallParser:
 
     # Heads
 
-    def _find_head(self) -> Head | Literal[False] | None:
-        """The head at the beginning of `_rest`. False: no call begins here. None: undecided without more text."""
+    def _find_head(self) -> Found:
+        """The head at the beginning of `_rest`."""
         return self._object_head()
 
-    def _object_head(self, start: int = 0) -> Head | Literal[False] | None:
+    def _object_head(self, start: int = 0) -> Found:
         """The head of a call that is an object with a name and arguments, after `start` characters."""
         self._in_object = True
         if match := _HEAD.match(self._rest[:LIMIT], start):
@@ -318,7 +322,7 @@ class CallParser:
             return any(name.startswith(key) for name in _KEYS)
         return key in _KEYS and (key != "name" or match["value"] is None or match["value"] in self._names)
 
-    def _matched_head(self, pattern: re.Pattern[str]) -> Head | Literal[False] | None:
+    def _matched_head(self, pattern: re.Pattern[str]) -> Found:
         """The head of a call that begins with the name; `pattern` matches it."""
         self._in_object = False
         if match := pattern.match(self._rest[:LIMIT]):
@@ -379,7 +383,7 @@ class Mistral(CallParser):
     def markers(cls) -> tuple[str, ...]:
         return (*super().markers(), "[CALL_ID]", "[ARGS]")
 
-    def _find_head(self) -> Head | Literal[False] | None:
+    def _find_head(self) -> Found:
         rest = self._rest.lstrip()
         if not rest:
             return None
@@ -400,7 +404,7 @@ class NamedCalls(CallParser):
     def markers(cls) -> tuple[str, ...]:
         return (*super().markers(), cls.separator)
 
-    def _find_head(self) -> Head | Literal[False] | None:
+    def _find_head(self) -> Found:
         head = self._matched_head(self.head)
         return False if head is None and self.closers[0] in self._rest.partition("{")[0] else head
 
@@ -734,7 +738,7 @@ class TaggedCalls(CallParser):
         self._called = ""
         return super()._enter(state)
 
-    def _find_head(self) -> Head | Literal[False] | None:
+    def _find_head(self) -> Found:
         if not self._called:
             match = self.name.match(self._rest[:LIMIT])
             if match is None or match["name"].strip() not in self._names:
@@ -803,7 +807,7 @@ class TaggedCalls(CallParser):
         head = self.name.match(self._rest, at)
         return head is not None and head["name"].strip() in self._names
 
-    def _read_tag(self, value: _Value, tag: re.Match[str]) -> Head | Literal[False] | None:
+    def _read_tag(self, value: _Value, tag: re.Match[str]) -> Found:
         """Reads a tag inside or after a value. None: the call goes on."""
         self._at, start = tag.end(), tag.start()
         if tag[0] == self.begins[-1]:
@@ -835,7 +839,7 @@ class TaggedCalls(CallParser):
                 value.broken_at = start if self._may_follow(begin["key"], given) else None
         return None
 
-    def _at_last(self, value: _Value) -> Head | Literal[False] | None:
+    def _at_last(self, value: _Value) -> Found:
         """The call at the end of the text."""
         if value.end is None and value.quotes and value.nests:
             self._value, self._at = replace(value, nests=False, depth=0, quotes=False, bare_ends=[]), value.start
@@ -853,7 +857,7 @@ class TaggedCalls(CallParser):
             arguments = arguments and arguments[: -2 if arguments[-2] == '"' else -1]
         return self._malformed(value.start) if arguments is None else Head(self._called, len(self._rest), arguments)
 
-    def _close_call(self, value: _Value) -> Head | Literal[False] | None:
+    def _close_call(self, value: _Value) -> Found:
         """The call whose last value ends at the latest end of a call."""
         end = value.bare_ends[-1] if value.end is None else value.end
         text, arguments = self._rest[value.start : end], None

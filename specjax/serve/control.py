@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import jax
 from fastapi import FastAPI, Request
 from pydantic import Field, SkipValidation
-from specjax_kernels import Quantised
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from specjax.acceptance import AcceptAbove, SyntheticAcceptance
@@ -23,13 +22,13 @@ from specjax.engine.runtime import Counters
 from specjax.parallel.sharding import row_bytes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import Pause, bad_request, shown, unavailable
-from specjax.serve.fields import Body, Flag, Integer, Text, Values, whole
+from specjax.serve.fields import Body, Flag, Text, Values, whole
 from specjax.serve.metrics import exposition, read
 from specjax.serve.middleware import HEALTH, PAGE, check_state
 from specjax.serve.openai_answers import FINGERPRINT
 from specjax.serve.openai_requests import Ids, Texts, check_model
 from specjax.serve.runner import Runner, Service
-from specjax.serve.server_settings import MOST_TRACED, ServerSettings
+from specjax.serve.server_settings import ServerSettings
 from specjax.serve.tokenising import Tokenising, refusal
 
 Result = TypeVar("Result")
@@ -86,12 +85,6 @@ class PauseRequest(Body):
     )
 
 
-class ProfileRequest(Body):
-    unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
-
-    num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
-
-
 # The page is static, without secrets, and needs no API key. It connects only to this server.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -135,21 +128,9 @@ def snapshot_state(engine: Engine) -> dict[str, int] | None:
     return {"total": kept.count, "held": kept.held, "bytes": kept.count * row_bytes(engine.target.pages)}
 
 
-def stored_in(params: Any) -> str:
-    """The formats of quantised matrices: int8, fp8, int4, several of these, or none."""
-    names = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "int4"}
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-    return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
-
-
-def synthetic_rates(engine: Engine) -> list[float] | None:
-    """The rates of `SyntheticAcceptance`, with which the text is not the model's; None: it is."""
-    return [*engine.verify.rates] if isinstance(engine.verify, SyntheticAcceptance) else None
-
-
-def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
-    """The answer of `/get_model_info`: sizes of one engine, counts of it and `others`, its replicas."""
-    engines = (engine, *others)
+def describe(engines: List[Engine], model: str) -> dict[str, Any]:
+    """The answer of `/get_model_info`: counts of all replicas, sizes of the one with the smallest pool."""
+    engine = min(engines, key=lambda replica: replica.intake.pool_tokens)
     counters, verify = Counters.sum(replica.counters for replica in engines), engine.verify
     lossy = None
     if isinstance(verify, AcceptAbove) and verify.lossy:
@@ -169,8 +150,7 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.speculation.coupling,
         "speculative_lossy": lossy,
-        "speculative_synthetic_acceptance": synthetic_rates(engine),
-        "speculative_draft_quantization": stored_in(engine.params.draft),
+        "speculative_synthetic_acceptance": [*verify.rates] if isinstance(verify, SyntheticAcceptance) else None,
         "verify_steps": counters.verifications,
         "drafted_steps": counters.drafted_steps,
         "device": engine.device_name,
@@ -178,28 +158,23 @@ def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
     }
 
 
-def model_info(runner: Service, model: str) -> dict[str, Any]:
-    engine = runner.engine
-    return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
-
-
-def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[str, Any]:
+def server_info(ranks: List[Runner], settings: ServerSettings, model: str) -> dict[str, Any]:
     """The answer of `/get_server_info`: settings, and the state of each engine in `internal_states`."""
-    engine = runner.ranks[0].engine
+    engines = [rank.engine for rank in ranks]
     server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return {
-        **model_info(runner, model),
+        **describe(engines, model),
         # SGLang's tests and scripts read these flags here.
-        "speculative_num_steps": engine.drafter.depth,
-        "speculative_eagle_topk": engine.drafter.topk or 1,
-        "disable_radix_cache": not engine.config.prefix_cache,
+        "speculative_num_steps": engines[0].drafter.depth,
+        "speculative_eagle_topk": engines[0].drafter.topk or 1,
+        "disable_radix_cache": not engines[0].config.prefix_cache,
         "version": FINGERPRINT,
-        "dp_size": len(runner.ranks),
-        "tp_size": engine.config.tensor_parallel,
-        "ep_size": engine.config.expert_parallel,
-        "engine": dataclasses.asdict(engine.config),
+        "dp_size": len(engines),
+        "tp_size": engines[0].config.tensor_parallel,
+        "ep_size": engines[0].config.expert_parallel,
+        "engine": dataclasses.asdict(engines[0].config),
         "server": server,
-        "internal_states": [rank_state(rank) for rank in runner.ranks],
+        "internal_states": [rank_state(rank) for rank in ranks],
     }
 
 
@@ -211,8 +186,6 @@ async def on_all(runner: Service, job: Callable[[Runner], Future[Result]]) -> li
 def add_control_routes(
     app: FastAPI, runner: Service, settings: ServerSettings, *, model: str, tokenising: Tokenising
 ) -> None:
-    first = runner.ranks[0]  # a trace counts its steps
-
     @app.get(PAGE, response_class=HTMLResponse, tags=["server"])
     async def playground() -> Response:
         return HTMLResponse(PLAYGROUND.read_bytes(), headers=PAGE_HEADERS)
@@ -258,12 +231,12 @@ def add_control_routes(
     @app.get("/get_model_info", tags=["SGLang"])
     @app.get("/model_info", tags=["SGLang"])
     async def get_model_info() -> dict[str, Any]:
-        return model_info(runner, model)
+        return describe([rank.engine for rank in runner.ranks], model)
 
     @app.get("/get_server_info", tags=["SGLang"])
     @app.get("/server_info", tags=["SGLang"])
     async def get_server_info() -> dict[str, Any]:
-        return server_info(runner, settings, model)
+        return server_info(runner.ranks, settings, model)
 
     @app.get("/metrics", response_class=PlainTextResponse, tags=["server"])
     async def metrics(request: Request) -> Response:
@@ -276,21 +249,6 @@ def add_control_routes(
         if not all(await on_all(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
-
-    @app.post("/start_profile", tags=["SGLang"])
-    async def start_profile(body: ProfileRequest | None = None) -> dict[str, Any]:
-        steps = None if body is None else body.num_steps
-        try:
-            job = first.call(lambda _: first.profiler.begin(steps))
-            folder = await asyncio.wrap_future(job)
-        except ValueError as error:
-            raise bad_request(str(error), code="profile") from error
-        return {"success": True, "message": f"Tracing into {folder}."}
-
-    @app.post("/stop_profile", tags=["SGLang"])
-    async def stop_profile() -> dict[str, Any]:
-        ended = await asyncio.wrap_future(first.call(lambda _: first.profiler.end()))
-        return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
 
     @app.post("/pause_generation", tags=["SGLang"])
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:

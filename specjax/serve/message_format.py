@@ -315,7 +315,6 @@ class ReplyOptions:
         most: maximum number of reported calls; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning: separate reasoning from content.
-        gathered: send reasoning as one delta, once content or a call follows.
         thinks: the answer may begin with reasoning, whose calls are quotes.
         schemas: maps functions to the JSON schemas of their parameters.
     """
@@ -325,7 +324,6 @@ class ReplyOptions:
     most: int | None = None
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
-    gathered: bool = False
     thinks: bool = False
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -346,7 +344,7 @@ class Reply:
             more["opened"] = thinking
         make = functools.partial(options.parser or CallParser, options.names, **more)
         self._parser = make(hidden=options.hidden, most=options.most)
-        self._reasoning, self._gathered = options.reasoning, options.gathered
+        self._reasoning = options.reasoning
         searches = bool(options.names) and (options.reasoning or options.thinks)
         self._search = CallSearch(make) if searches else None  # finds calls in reasoning that has no end
         self._split = Thoughts(thinking) if not is_harmony and (searches or options.reasoning) else None
@@ -384,9 +382,7 @@ class Reply:
             self._begin(Part("text"))
         if last:
             self._changes.append(End(len(self.parts) - 1, self.parts[-1]))
-        waits = self._gathered and not last and bool(self.parts) and self.parts[-1].kind == "thoughts"
-        waiting = [change for change in self._changes if waits and change.number == len(self.parts) - 1]
-        changes, self._changes = self._changes[: len(self._changes) - len(waiting)], waiting
+        changes, self._changes = self._changes, []
         return changes
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:

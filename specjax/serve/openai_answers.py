@@ -158,27 +158,6 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     }
 
 
-def acceptance(done: Sequence[Completion], width: int) -> dict[str, Any]:
-    """Acceptance over all choices with vLLM's names, of the steps that could draft. `width`: nodes of a draft tree, N.
-
-    `acceptance_histogram` counts steps by the number of accepted drafts, and `mean_acceptance_length` includes the
-    bonus token.
-    """
-    steps = sum(c.drafted_steps for c in done)
-    histogram = accept_histogram(done)
-    histogram[0] -= sum(histogram) - steps  # steps without drafts accept none
-    accepted, proposed = sum(count * drafts for drafts, count in enumerate(histogram)), steps * (width - 1)
-    return {
-        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": accepted / proposed if proposed else 0.0,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": proposed,
-        "num_spec_tokens": width - 1,
-    }
-
-
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     """The usage in OpenAI's form. A prompt counts once for all its choices, cached tokens as in the first choice."""
     prompt = sum(c.prompt_tokens for c in done[::n])
@@ -335,5 +314,4 @@ class OpenAIAnswer(Answer):
         }
         if self.body.return_speculative_metrics and done:
             body["metadata"] = {"speculative": speculative(done, self.width)}
-            body["metrics"] = {"speculative_decoding": acceptance(done, self.width)}
         return body

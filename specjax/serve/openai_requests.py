@@ -378,10 +378,7 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
     min_tokens: Integer | None = parameter("min_new_tokens", "No stop id comes before.")
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
-    return_speculative_metrics: Flag | None = Field(
-        None,
-        description="`metadata.speculative` with SGLang's names, `metrics.speculative_decoding` with vLLM's.",
-    )
+    return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`, with SGLang's names.")
     return_speculative_tokens: Flag | None = Field(
         None, description="`choices[].speculative.tokens`: each token's text, and whether it was an accepted draft."
     )
@@ -418,7 +415,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         "modalities": (["text"],), "audio": (), "prediction": (),
         "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
-        "media_io_kwargs": ({},),
+        "media_io_kwargs": ({},), "stream_reasoning": (True,),
     }  # fmt: skip
 
     messages: Messages
@@ -483,7 +480,7 @@ def chat_task(
     reasoning = reply is not None and reply.reasoning
     params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning or form.harmony)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
-    return Task([with_tools(chat(), form, offered, effort)], [params], names=names, prompt_field=field, reply=reply)
+    return Task([with_tools(chat(), form, offered, effort)], [params], [names], prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -491,19 +488,15 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: Integer | None = parameter(
         "max_new_tokens", f"New tokens; 0 only with `echo`. Default: {COMPLETION_TOKENS}, or as many as fit."
     )
-    best_of: Integer | None = Field(None, description="1, or `n`.")
     echo: Flag | None = Field(None, description="Return the prompt before the text, with its `logprobs`.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules) -> Task:
         choices = self.n or 1
-        if self.best_of not in (None, 1, choices):
-            problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
-            raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens must be at least 1, got 0, without echo: true", "max_tokens")
         start = 0 if self.echo and self.logprobs is not None else None
         sampling = self.sampling(rules, self.logprobs, logprob_start_len=start)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
-        sampling = [sampling] * len(prompts)
-        return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS)
+        every = len(prompts)
+        return Task(prompts, [sampling] * every, [self.names] * every, choices, most=COMPLETION_TOKENS)

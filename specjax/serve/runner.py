@@ -38,7 +38,6 @@ from specjax.serve.errors import (
     unavailable,
 )
 from specjax.serve.metrics import Report, Traffic
-from specjax.serve.profiling import Profiler
 from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
@@ -244,7 +243,6 @@ class Runner(threading.Thread, Service):
         # answer is complete.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
-        self.profiler = Profiler(settings.profile, settings.profile_steps)
         self._delivery = Delivery(settings.stream_interval, lambda sequence: self.abort([sequence]))
 
     # From any thread
@@ -380,8 +378,6 @@ class Runner(threading.Thread, Service):
             self._watchdog.stop()
             if self._delivery.is_alive():
                 self._delivery.stop()
-            with contextlib.suppress(Exception):  # of a trace that cannot be written
-                self.profiler.end()
             if self._engine is not None:
                 self._engine.programs.close(0.0)
 
@@ -413,7 +409,6 @@ class Runner(threading.Thread, Service):
             if not self._has_work:
                 continue
             self._beat += 1
-            self.profiler.before_step()
             try:
                 changed = engine.step()
             except Exception as error:
@@ -428,7 +423,6 @@ class Runner(threading.Thread, Service):
             self._deliver(changed)
             report.after_step()
             self.traffic.throughput = report.throughput
-            self.profiler.after_step()
 
     def _give_up(self, seconds: float) -> None:
         frame = sys._current_frames().get(self.ident or 0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from specjax.serve.message_format import AUTO, GPT_OSS, NONE, PARSERS
 from specjax.settings import setting
 
-MOST_TRACED = 10_000  # steps in a trace; a step takes tens of kilobytes
 THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo", GPT_OSS)
 """SGLang's names of parsers for models that think between `<think>` and `</think>`, and for gpt-oss."""
 
@@ -57,12 +56,10 @@ class ServerSettings:
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
-    profile: str | None = setting(
-        None,
-        "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",
-        metavar="FOLDER",
-    )
-    profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
+    profiler_port: int | None = setting(
+        None, "where jax.profiler serves traces to XProf; default: nowhere; see docs/serving.md",
+        minimum=1, maximum=65535, metavar="PORT",
+    )  # fmt: skip
     data_parallel_size: int = setting(
         1,
         "replicas of the engine in this server, each on --tp devices of its own; requests are spread over them, and "

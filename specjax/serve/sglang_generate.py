@@ -15,7 +15,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import PromptLogprob, Sequence, TokenLogprob
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, LogprobIds, at_most
+from specjax.serve.fields import UNSUPPORTED, Flag, Integer, LogprobIds, at_most
 from specjax.serve.openai_answers import DONE, Answer, TokenNames, event, finite, speculative
 from specjax.serve.openai_requests import (
     Ids,
@@ -46,15 +46,6 @@ class SamplingBody(SamplingFields):
     min_new_tokens: Integer | None = parameter("min_new_tokens")
 
 
-class LogprobFields(Body):
-    """The requested log-probabilities of one prompt."""
-
-    return_logprob: Flag | None = None
-    top_logprobs_num: Integer | None = parameter("logprobs")
-    logprob_start_len: Integer | None = parameter("logprob_start_len")
-    token_ids_logprob: LogprobIds | None = None
-
-
 def _sampling(value: Any, info: Any) -> SamplingBody | list[SamplingBody]:
     if not isinstance(value, list):
         return SamplingBody.check(value, info.context, "sampling_params.")
@@ -81,21 +72,16 @@ class GenerateRequest(TaskBody):
     rid: SkipValidation[str | list[str] | None] = Field(
         None, description="The request's name, or a list with one name for each prompt. Prompt i of a name is rid_i."
     )
-    # `task` checks these four with `LogprobFields`, for each prompt.
-    return_logprob: SkipValidation[bool | list[bool | None] | None] = Field(
-        None,
-        description="This and the next three fields may be lists with one item for each prompt. Without it they have "
-        "no effect.",
+    return_logprob: Flag | None = Field(None, description="Without it the next three fields have no effect.")
+    top_logprobs_num: Integer | None = parameter(
+        "logprobs", "Number of most likely tokens whose log-probabilities are returned at each position."
     )
-    top_logprobs_num: SkipValidation[int | list[int | None] | None] = Field(
-        None, description="Number of most likely tokens whose log-probabilities are returned at each position."
+    logprob_start_len: Integer | None = parameter(
+        "logprob_start_len",
+        "Return log-probabilities of the prompt from this token on; the first one is null. Default: -1, none of the "
+        "prompt.",
     )
-    logprob_start_len: SkipValidation[int | list[int | None] | None] = Field(
-        None,
-        description="Return log-probabilities of the prompt from this token on; the first one is null. Default: -1, "
-        "none of the prompt.",
-    )
-    token_ids_logprob: SkipValidation[list[int] | list[list[int] | None] | None] = Field(
+    token_ids_logprob: LogprobIds | None = Field(
         None, description="Token ids whose log-probabilities are returned at each position."
     )
     return_text_in_logprobs: Flag | None = None
@@ -129,38 +115,19 @@ class GenerateRequest(TaskBody):
             raise bad_request(f"{len(prompts)} prompts, but {len(bodies)} sampling_params", "sampling_params")
         if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
-        logprobs = self._logprobs(len(prompts))
-        if len(bodies) == len(logprobs) == 1:  # equal for all prompts
-            sampling = [self._params(first, logprobs[0], rules)] * len(prompts)
-        else:
-            pairs = zip(bodies * (len(prompts) // len(bodies)), logprobs * (len(prompts) // len(logprobs)), strict=True)
-            sampling = [self._params(*pair, rules) for pair in pairs]
+        sampling, names = [self._params(body, rules) for body in bodies], [body.names | NAMES for body in bodies]
+        if not several:
+            sampling, names = sampling * len(prompts), names * len(prompts)
         ids = self._ids(len(prompts))
-        names = [body.names | NAMES for body in bodies] * (len(prompts) // len(bodies))
-        return Task(prompts, sampling, choices, names_of=names, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
+        return Task(prompts, sampling, names, choices, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
 
-    def _params(self, body: SamplingBody, logprobs: LogprobFields, rules: Rules) -> SamplingParams:
+    def _params(self, body: SamplingBody, rules: Rules) -> SamplingParams:
         more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority, "logprobs": None}
         more["require_reasoning"] = more["stop_after_reasoning"] = bool(self.require_reasoning)
-        if logprobs.return_logprob:
-            more |= {"logprobs": logprobs.top_logprobs_num or 0, "logprob_start_len": logprobs.logprob_start_len}
-            more |= {"logprob_ids": tuple(logprobs.token_ids_logprob or ())}
+        if self.return_logprob:
+            more |= {"logprobs": self.top_logprobs_num or 0, "logprob_start_len": self.logprob_start_len}
+            more |= {"logprob_ids": tuple(self.token_ids_logprob or ())}
         return body.params(rules, **more)
-
-    def _logprobs(self, count: int) -> list[LogprobFields]:
-        """One item for each of `count` prompts, or a single item for all. Raises an ApiError."""
-        values = {name: getattr(self, name) for name in LogprobFields.model_fields}
-        lists = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, list)
-            and (name != "token_ids_logprob" or (value and all(isinstance(ids, list | None) for ids in value)))
-        }
-        for name, value in lists.items():
-            if len(value) != count:
-                raise bad_request(f"{name} needs one item for each of the {count} prompts, got {len(value)}", name)
-        items = [{name: value[index] for name, value in lists.items()} for index in range(count if lists else 1)]
-        return [LogprobFields.check(values | item) for item in items]
 
     def _ids(self, count: int) -> list[str] | None:
         """The names of `count` prompts. None: the request has none."""
@@ -267,18 +234,14 @@ def generate_logprobs(
     def entry(token: int, logprob: float | None) -> list[Any]:
         return [finite(logprob), token, None if names is None else names.text(token)]
 
-    def entries(pairs: Iterable[tuple[int, float]]) -> list[list[Any]]:
-        return [entry(*pair) for pair in pairs]
+    def entries(item: PromptLogprob | TokenLogprob, pairs: Iterable[tuple[int, float]]) -> list[list[Any]] | None:
+        return None if item.logprob is None else [entry(*pair) for pair in pairs]
 
     result = {}
-    if prompt is not None:
-        result["input_token_logprobs"] = [entry(item.token, item.logprob) for item in prompt]
-        result["input_top_logprobs"] = [None if item.logprob is None else entries(item.top) for item in prompt]
-        if with_ids:
-            ids = [None if item.logprob is None else entries(item.of_ids) for item in prompt]
-            result["input_token_ids_logprobs"] = ids
-    result["output_token_logprobs"] = [entry(item.token, item.logprob) for item in logprobs]
-    result["output_top_logprobs"] = [entries(item.top) for item in logprobs]
-    if with_ids:
-        result["output_token_ids_logprobs"] = [entries(item.of_ids) for item in logprobs]
+    for place, items in (("input", prompt), ("output", logprobs)):
+        if items is not None:
+            result[f"{place}_token_logprobs"] = [entry(item.token, item.logprob) for item in items]
+            result[f"{place}_top_logprobs"] = [entries(item, item.top) for item in items]
+            if with_ids:
+                result[f"{place}_token_ids_logprobs"] = [entries(item, item.of_ids) for item in items]
     return result

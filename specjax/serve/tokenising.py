@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from specjax.checkpoint.prompts import Prompt
@@ -44,29 +44,25 @@ class Task:
 
     prompts: list[Prompt]
     sampling: list[SamplingParams]  # one for each prompt
+    names: List[Mapping[str, str]]  # for each prompt: names of `SamplingParams` to names of the request
     n: int = 1
-    names: Mapping[str, str] = field(default_factory=dict)  # names of `SamplingParams` to names of the request
     prompt_field: str = "prompt"
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens if the request gives no number; fewer if they do not fit
     reply: ReplyOptions | None = None  # None: the text is not parsed
-    edit: Callable[[Intake], Prompt] | None = None  # makes the only prompt, if that needs the tokenizer
-    names_of: List[Mapping[str, str]] = ()  # `names` of each prompt, if they differ
 
     def grammar_field(self, choice: int) -> str:
         """The request's field with the grammar of a choice; `choice` counts over all prompts."""
-        names = self.names_of[choice // self.n] if self.names_of else self.names
-        return names.get("grammar", "grammar")
+        return self.names[choice // self.n].get("grammar", "grammar")
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
         ApiError for prompts and parameters that the engine refuses."""
         sequences: list[Sequence] = []
-        scores, names = 0, self.names
+        scores, names = 0, self.names[0]
         try:
-            prompts = self.prompts if self.edit is None else [self.edit(intake)]
-            for index, (prompt, sampling) in enumerate(zip(prompts, self.sampling, strict=True)):
-                names = self.names_of[index] if self.names_of else self.names
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
+                names = self.names[index]
                 name = self.ids[index] if self.ids else f"{id}-{index}"
                 first = intake.sequence(prompt, sampling, id=name)
                 sequences.append(first)

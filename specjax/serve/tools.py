@@ -121,9 +121,6 @@ class ToolFields(Body):
     separate_reasoning: Flag | None = Field(
         None, description="false = reasoning is part of the content. Default: `reasoning_content`."
     )
-    stream_reasoning: Flag | None = Field(
-        None, description="false = a stream sends reasoning in one piece, once it has ended."
-    )
 
     @property
     def must(self) -> bool:
@@ -203,7 +200,6 @@ class ToolFields(Body):
             most=self.most,
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
-            gathered=self.stream_reasoning is False,
             thinks=thinks,
             schemas=schemas,
         )
@@ -332,27 +328,18 @@ def _call_or_answer(shape: _Shape, functions: Sequence[Mapping[str, Any]], answe
         ((named, name), (arguments, _)) = json.loads(
             shape.call.replace("NAME", function["name"]).replace("JSON", "null")
         ).items()
-        parameters = _moved(_closed(function["parameters"]), f"#/anyOf/{place}/properties/{arguments}")
+        parameters = _embedded(_closed(function["parameters"]), str(place))
         members = {named: {"const": name}, arguments: parameters}
         schemas.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
-    schemas.append(_moved(answer, f"#/anyOf/{len(functions)}"))
+    schemas.append(_embedded(answer, "answer"))
     style = {"x-guidance": answer["x-guidance"]} if "x-guidance" in answer else {}
     return f"start: SPACE answer\nanswer: {_json({'anyOf': schemas, **style})}\nSPACE: /\\n{{0,2}}/"
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema with its references to its own parts changed for its place in another schema."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):  # references are relative to the id
-        return schema
-
-    def moved(key: str, value: Any) -> Any:
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            return place + value[1:]
-        return value if key in ("const", "enum", "default", "examples") else _moved(value, place)
-
-    return {key: moved(key, value) for key, value in schema.items()}
+def _embedded(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A schema as a part of another one. Its references are relative to an id, which draft 7 ignores beside `$ref`."""
+    reference = {"allOf": [{"$ref": schema["$ref"]}, *schema.get("allOf", ())]} if "$ref" in schema else {}
+    return {"$id": f"urn:{name}", **{key: value for key, value in schema.items() if key != "$ref"}, **reference}
 
 
 def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:

@@ -314,41 +314,38 @@ def test_generate(server):
     assert len(events[-1]["meta_info"]["input_token_logprobs"]) == 26
 
 
-def test_logprob_fields_a_prompt(server):
-    """SGLang's lists with one item for each prompt of a batch."""
-    prompts = [prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)]
+def test_logprobs_of_token_ids(server):
+    prompts = [prompt_of(5, 1), prompt_of(6, 2)]
     fields = {
-        "input_ids": prompts, "return_logprob": [True, False, True], "top_logprobs_num": [2, 5, 0],
-        "logprob_start_len": [0, -1, 4], "token_ids_logprob": [[7, 9], None, []],
-        "sampling_params": {"max_new_tokens": 2, "n": 2},
+        "input_ids": prompts, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0,
+        "token_ids_logprob": [7, 9], "sampling_params": {"max_new_tokens": 2, "n": 2},
     }  # fmt: skip
-    first, _, second, third, last, _ = [answer["meta_info"] for answer in server.post("/generate", fields).json()]
-    assert "output_token_logprobs" not in second and "output_token_logprobs" not in third
-    for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
-        assert len(first[f"input_{name}"]) == 5
-    assert [len(answer) for answer in first["input_top_logprobs"][1:]] == [2] * 4
-    assert first["input_token_ids_logprobs"][0] is None
-    for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
-        assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
-    for place, entries in enumerate(first["input_token_ids_logprobs"][1:], 1):
-        scores = raw_logprobs(toy().logits(prompts[0][:place]))
-        assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
-    assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
-    shared = fields | {"return_logprob": True, "token_ids_logprob": [7], "top_logprobs_num": 1}
-    shared |= {"logprob_start_len": -1}
-    for answer in server.post("/generate", shared).json():
-        assert [len(place) for place in answer["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
-    streamed = server.events("/generate", shared | {"input_ids": prompts[0]})
+    first, _, second, _ = [answer["meta_info"] for answer in server.post("/generate", fields).json()]
+    for answer, prompt in ((first, prompts[0]), (second, prompts[1])):
+        for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+            assert len(answer[f"input_{name}"]) == len(prompt)
+        assert [len(place) for place in answer["input_top_logprobs"][1:]] == [2] * (len(prompt) - 1)
+        assert answer["input_token_ids_logprobs"][0] is None
+        for places in (answer["input_token_ids_logprobs"][1:], answer["output_token_ids_logprobs"]):
+            assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
+        for place, entries in enumerate(answer["input_token_ids_logprobs"][1:], 1):
+            scores = raw_logprobs(toy().logits(prompt[:place]))
+            assert [value for value, _, _ in entries] == pytest.approx([scores[7], scores[9]], abs=1e-4)
+    output = fields | {"logprob_start_len": -1}
+    for answer in server.post("/generate", output).json():
+        assert [len(place) for place in answer["meta_info"]["output_token_ids_logprobs"]] == [2, 2]
+        assert answer["meta_info"]["input_token_logprobs"] == []
+    streamed = server.events("/generate", output | {"input_ids": prompts[0]})
     assert "output_token_ids_logprobs" in streamed[-1]["meta_info"]
     for change, name in (
-        ({"return_logprob": [True]}, "return_logprob"),
-        ({"top_logprobs_num": [1, 2, 21]}, "top_logprobs_num"),
-        ({"token_ids_logprob": [[7], [9], [265]]}, "token_ids_logprob"),
-        ({"token_ids_logprob": [[7]]}, "token_ids_logprob"),
+        ({"return_logprob": [True, False]}, "return_logprob"),
+        ({"top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"token_ids_logprob": [7, 265]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [[7], [9]]}, "token_ids_logprob"),
         ({"token_ids_logprob": list(range(129))}, "token_ids_logprob"),
-        ({"logprob_start_len": [0, 0, 7]}, "logprob_start_len"),
+        ({"logprob_start_len": 7}, "logprob_start_len"),
     ):
-        refused = server.post("/generate", fields | {"return_logprob": True} | change)
+        refused = server.post("/generate", fields | change)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
 
 

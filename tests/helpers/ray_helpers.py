@@ -7,12 +7,21 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from specjax.cli import build, generate
+from specjax.engine import Engine
+from specjax.settings import from_mapping
+
 QUICK: dict[str, Any] = {
     "max_running_requests": 2, "chunked_prefill_size": 16, "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 4, "speculative_ngram_max_match_window_size": 4,
     "speculative_ngram_capacity": 4096, "speculative_adaptive": False,
 }  # fmt: skip
 """Settings of an engine with few programs to compile."""
+
+
+def quick_engine(model: str) -> Engine:
+    settings = from_mapping(QUICK | {"model": model}, generate.DEFAULTS, "settings")
+    return build.make_engine(settings, progress=False)
 
 
 @dataclass

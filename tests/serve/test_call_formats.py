@@ -263,6 +263,14 @@ PERSON = {
         (PERSON, '{"name": "plan", "parameters": {"days": ["mon"]}}'),
         (PERSON, '{"name": "noop", "parameters": {}}'),
         ({"$id": "https://example.com/p.json", **PERSON}, '{"name": "plan", "age": 5}'),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "$ref": "#/definitions/person",
+                "definitions": {"person": PERSON, **PERSON["definitions"]},
+            },
+            '{"name": "plan", "age": 5}',
+        ),
         ({"x-guidance": {"item_separator": ",", "key_separator": ":"}, **PERSON}, '{"name":"x","age":5}'),
     ],
 )

@@ -18,8 +18,7 @@ from server_helpers import Running, check_error, running
 from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined, tool_engine
 
 from specjax.serve.calls import Hermes
-from specjax.serve.dialects.context_edits import CLEARED, ContextManagement, apply_edits
-from specjax.serve.errors import ApiError
+from specjax.serve.fields import IGNORED_HEADER
 from specjax.serve.message_format import AnswerForm
 
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -313,115 +312,12 @@ def user(text: str = "Next.") -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def turn(number: int, *calls: str, thoughts: str = "So.") -> list[dict[str, Any]]:
-    """A message of the assistant that thinks and calls, and the results."""
-    made = [{"id": f"{number}{name}", "function": {"name": name, "arguments": {"x": 1}}} for name in calls]
-    message = {"role": "assistant", "content": "", "tool_calls": made, "reasoning_content": thoughts}
-    results = [{"role": "tool", "tool_call_id": f"{number}{name}", "content": "result " * 5} for name in calls]
-    return [message, *results]
-
-
-LONG = [user(), *turn(1, "f", "g"), *turn(2, "f"), user(), *turn(3, "g"), *turn(4, "f"), user(), *turn(5), user()]
-
-
-def tool_edit(**fields: Any) -> dict[str, Any]:
-    return {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}, **fields}
-
-
-def uses(value: int) -> dict[str, Any]:
-    return {"type": "tool_uses", "value": value}
-
-
-def tokens(value: int) -> dict[str, Any]:
-    return {"type": "input_tokens", "value": value}
-
-
-def size(messages: list[dict[str, Any]]) -> int:
-    return sum(len(str(value)) for message in messages for value in message.values())
-
-
-@pytest.mark.parametrize(
-    ("edit", "thoughts", "cleared", "emptied"),
-    [
-        ({"type": "clear_thinking_20251015"}, 1, [], []),
-        ({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}, 3, [], []),
-        ({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 9}}, 5, [], []),
-        ({"type": "clear_thinking_20251015", "keep": "all"}, 5, [], []),
-        ({"type": "clear_thinking_20251015", "keep": {"type": "all"}}, 5, [], []),
-        (tool_edit(), 5, ["1f", "1g"], []),
-        (tool_edit(keep=uses(0)), 5, ["1f", "1g", "2f", "3g", "4f"], []),
-        (tool_edit(keep=uses(5)), 5, [], []),
-        (tool_edit(keep=uses(6)), 5, [], []),
-        (tool_edit(keep=uses(99)), 5, [], []),
-        (tool_edit(keep=uses(1), exclude_tools=["g"]), 5, ["1f", "2f"], []),
-        (tool_edit(keep=uses(2), clear_tool_inputs=True), 5, ["1f", "1g", "2f"], ["1f", "1g", "2f"]),
-        (tool_edit(keep=uses(2), clear_tool_inputs=["g"]), 5, ["1f", "1g", "2f"], ["1g"]),
-        (tool_edit(trigger=uses(5)), 5, [], []),
-        (tool_edit(trigger=uses(4)), 5, ["1f", "1g"], []),
-        ({"type": "clear_tool_uses_20250919"}, 5, [], []),
-        (tool_edit(trigger=tokens(100)), 5, ["1f", "1g"], []),
-        (tool_edit(clear_at_least=tokens(10_000)), 5, [], []),
-        (tool_edit(clear_at_least=tokens(1)), 5, ["1f", "1g"], []),
-        ({"type": "compact_20260112"}, 5, [], []),
-    ],
-)  # fmt: skip
-def test_context_edits(edit, thoughts, cleared, emptied):
-    edits = ContextManagement.check({"edits": [edit]}).edits
-    assert edits is not None
-    before = [dict(message) for message in LONG]
-    edited, applied = apply_edits(edits, LONG, size)
-    assert before == LONG and len(edited) == len(LONG)
-    assert sum("reasoning_content" in message for message in edited) == thoughts
-    assert [m["tool_call_id"] for m in edited if m["role"] == "tool" and m["content"] == CLEARED] == cleared
-    calls = [call for message in edited for call in message.get("tool_calls", ())]
-    assert [call["id"] for call in calls if not call["function"]["arguments"]] == emptied
-    if thoughts == 5 and not cleared:
-        assert applied == [] and edited == LONG
-        return
-    (report,) = applied
-    assert report.pop("type") == edit["type"] and report.pop("cleared_input_tokens") == max(
-        size(LONG) - size(edited), 0
-    )
-    turns = {1: 2, 3: 1}.get(thoughts)
-    assert report == ({"cleared_tool_uses": len(cleared)} if cleared else {"cleared_thinking_turns": turns})
-
-
-def test_compaction_is_refused_above_its_trigger():
-    edits = ContextManagement.check({"edits": [{"type": "compact_20260112", "trigger": tokens(10)}]}).edits
-    with pytest.raises(ApiError, match="compact_20260112 is supported only below its trigger of 10 tokens"):
-        apply_edits(edits or (), LONG, size)
-
-
-def test_context_edits_over_http(server):
-    old = [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "x" * 2500}]  # longer than the context
-    body = {name: CLAUDE[name] for name in ("model", "tools", "system")} | {
-        "messages": [*CLAUDE_HISTORY[:2], {"role": "user", "content": [*old, {"type": "text", "text": "Say b"}]}],
-        "context_management": {"edits": [tool_edit(keep=uses(0), trigger=tokens(2000))]},
-    }
-    counts = send(server, f"{MESSAGES}/count_tokens", body).json()
-    original = counts["context_management"]["original_input_tokens"]
-    assert original > 2500 > counts["input_tokens"]
-    report = {"type": "clear_tool_uses_20250919", "cleared_tool_uses": 1}
-    report["cleared_input_tokens"] = original - counts["input_tokens"]
-    answer = send(server, MESSAGES, body | {"max_tokens": 30, "temperature": 0}).json()
-    assert answer["context_management"] == {"applied_edits": [report]}
-    usage = answer["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counts["input_tokens"]
-    fields: Any = body | {"max_tokens": 30}
-    with (
-        anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0) as client,
-        client.beta.messages.stream(**fields) as stream,
-    ):
-        changes: Any = [event for event in stream if event.type == "message_delta"]
-    assert changes[0].context_management.applied_edits[0].model_dump() == report
-    for route in (MESSAGES, f"{MESSAGES}/count_tokens"):
-        refused = body | {"context_management": {"edits": [{"type": "compact_20260112", "trigger": tokens(5)}]}}
-        error = send(server, route, refused | ({"max_tokens": 9} if route == MESSAGES else {}))
-        assert error.status_code == 400 and error.json()["error"]["param"] == "context_management"
-        assert "compact_20260112" in error.json()["error"]["message"]
-    without = {name: value for name, value in body.items() if name != "context_management"}
-    assert send(server, MESSAGES, without | {"max_tokens": 9}).status_code == 400
-    server.wait_idle()
+def test_context_edits_are_ignored(server):
+    """Clients send edits that change nothing before their chat has 100,000 tokens."""
+    edited = CLAUDE | {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    answers = [send(server, MESSAGES, body | {"temperature": 0}) for body in (CLAUDE, edited)]
+    assert answers[0].json()["content"] == answers[1].json()["content"]
+    assert answers[1].headers[IGNORED_HEADER] == "context_management"
 
 
 # Tools of Codex.

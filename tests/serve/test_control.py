@@ -1,12 +1,13 @@
-"""Routes other than generation: tokens of texts, health, state, metrics, aborts, traces."""
+"""Routes other than generation: tokens of texts, health, state, metrics, aborts, profiles."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import time
+import socket
 from pathlib import Path
 
+import jax
 import pytest
 from body_helpers import COMPLETE, GENERATE, HELLO
 from engine_helpers import make_engine, tokenizer, toy
@@ -16,12 +17,10 @@ from server_helpers import SECONDS, Running, braked, check_error, in_background,
 
 from specjax.acceptance import AcceptAbove
 from specjax.cli import serve as command
-from specjax.cli.flags import ServerSettings
 from specjax.engine.runtime import Counters
 from specjax.serve.errors import ABORTED
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies
-from specjax.serve.server_settings import MOST_TRACED
 
 ROOT = Path(__file__).parents[2]
 
@@ -274,58 +273,29 @@ def test_aborted_stream_ends_with_its_reason(server):
     server.wait_idle()
 
 
-# Traces of steps, and `benchmarks/idle.py`, which reads them.
+# Profiles.
 
 
-@pytest.fixture
-def idle(monkeypatch):
+def test_profiler_port(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("", 0)) as free:
+        port, profiler_port = (sock.getsockname()[1] for sock in (taken, free))
+        free.close()
+        try:
+            assert command.main(["--port", str(port), "--profiler-port", str(profiler_port)]) == 2
+            assert f"--port {port}: " in capsys.readouterr().err, "the only flag that is refused"
+            socket.create_connection(("127.0.0.1", profiler_port), timeout=SECONDS).close()
+        finally:
+            jax.profiler.stop_server()
+
+
+def test_idle_time_of_traced_steps(server, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("idle")
-
-
-def written(folder: Path) -> set[Path]:
-    """Traces, each in one file for `idle` and one for Perfetto."""
-    traces = set(folder.rglob("*.trace.json.gz"))
-    assert {file.parent for file in traces} == {file.parent for file in folder.rglob("perfetto_trace.json.gz")}
-    return traces
-
-
-def test_traces_of_first_steps_and_on_request(tmp_path, idle):
-    settings = ServerSettings(profile=str(tmp_path / "traces"), profile_steps=6)
-    with running(make_engine(toy()), settings) as server:
+    idle = importlib.import_module("idle")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(tmp_path, profiler_options=options):
         server.complete(max_tokens=30, ignore_eos=True)
-        wait_until(lambda: written(tmp_path))
-        summary = idle.idle(idle.Trace(tmp_path))
-        assert summary["steps"] + summary["left_out"] == 5, "six begin, and the last has no end"
-        assert 0 <= summary["idle"] <= summary["step"] and summary["engine"] > 0 and 0 <= summary["idle_share"] <= 1
-        first = written(tmp_path)
-        server.complete(max_tokens=30, ignore_eos=True)
-        assert written(tmp_path) == first, "one trace, unless another is requested"
-
-        for body, text in (
-            ({"num_steps": 0}, f"from 1 to {MOST_TRACED}"),
-            ({"num_steps": "x"}, "num_steps"),
-            ({"output_dir": "/tmp"}, "output_dir is not supported"),
-        ):
-            check_error(server.post("/start_profile", body), 400, text=text)
-        (stamp,) = (file.parent.name for file in first)
-        wait_until(lambda: time.strftime("%Y_%m_%d_%H_%M_%S") > stamp)  # the name of a trace's folder
-        with server.client() as client:
-            assert client.post("/start_profile").json()["success"], "SGLang's users send no body"
-        check_error(server.post("/start_profile", {"num_steps": 2}), 400, text="runs already")
-        server.complete(max_tokens=3, ignore_eos=True)
-        assert server.post("/stop_profile", {}).json()["message"] == "The trace is written."
-        assert len(written(tmp_path)) == 2
-        assert server.post("/stop_profile", {}).json()["message"] == "No trace was running."
-
-
-def test_traces_without_a_folder(server, tmp_path, capsys):
-    check_error(server.post("/start_profile", {}), 400, text="--profile FOLDER")
-    assert server.post("/stop_profile", {}).status_code == 200
-    (tmp_path / "file").touch()
-    with running(make_engine(toy()), ServerSettings(profile=str(tmp_path / "file"))) as other:
-        assert other.complete(max_tokens=3).status_code == 200
-        assert other.post("/start_profile", {}).status_code == 400
-    for folder in (f"{tmp_path}/file", f"{tmp_path}/file/traces"):
-        assert command.main(["--port", "0", "--profile", folder]) == 2
-        assert f"specjax serve: --profile {folder} cannot hold traces: " in capsys.readouterr().err
+    trace = idle.Trace(tmp_path)
+    summary, steps = idle.idle(trace), [event for event in trace.events if event["name"] == "step"]
+    assert summary["steps"] + summary["left_out"] == len(steps) - 1 > 1, "the last step has no end"
+    assert 0 <= summary["idle"] <= summary["step"] and summary["engine"] > 0 and 0 <= summary["idle_share"] <= 1

@@ -186,11 +186,6 @@ REFUSED: dict[str, list[tuple[str, list[Any]]]] = {  # by route: a field, its wr
                    [{"name": "f", "input_schema": {"type": "array"}}], [ANTHROPIC[0] | {"input_schema": INFINITE}]]),
         ("thinking", [*({"type": kind, "budget_tokens": 5} for kind in ("adaptive", "disabled")), {"type": "on"},
                       {"type": "enabled", "budget_tokens": 0}, {"type": "adaptive", "display": "all"}]),
-        ("context_management", [
-            {"edits": [{"type": "clear_all"}]}, {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]},
-            {"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "thinking_turns", "value": 3}}]},
-            {"edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]},
-        ]),
         ("output_config", [{"format": {"type": "json_object"}}, {"effort": "low"}]),
     ],
 }  # fmt: skip

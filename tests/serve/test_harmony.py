@@ -176,13 +176,12 @@ def test_message_that_the_prompt_begins():
     assert parsed(f"x{END}{START}{header('analysis')}y", opened=False)["reasoning_content"] == "y"
 
 
-def test_thoughts_in_the_content_and_gathered():
+def test_thoughts_in_the_content():
     text = thought("Hm.") + header("commentary") + "Look." + END + START + thought("So.") + CALL
     assert parsed(text, reasoning=False)["content"] == "Hm.\nLook.\nSo."
-    reply = ReplyOptions(Harmony, NAMES, reasoning=True, gathered=True).reply(thinking=True)
-    deltas = [delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True)
-    thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
-    assert thoughts == ["Hm.", "\nSo."] and joined(deltas)["content"] == "Look." and reply.has_called
+    reply = ReplyOptions(Harmony, NAMES, reasoning=True).reply(thinking=True)
+    message = joined([delta for character in text for delta in reply.feed(character)] + reply.feed("", last=True))
+    assert (message["reasoning_content"], message["content"]) == ("Hm.\nSo.", "Look.") and reply.has_called
 
 
 WORDS = (
@@ -317,10 +316,6 @@ def test_forms_of_answers(served):
     assert content(skip_special_tokens=False) == content()
     assert content(separate_reasoning=False) == {"role": "assistant", "content": "Easy.\nIt is 22 degrees."}
     assert content(max_tokens=4)["reasoning_content"] == "Easy." and content(max_tokens=2)["content"] == ""
-    events = served.events(CHAT, ask("a", tools=TOOLS, stream_reasoning=False, draft_limit=0))
-    thoughts = [part["delta"]["reasoning_content"] for event in events for part in event["choices"]
-                if "reasoning_content" in part["delta"]]  # fmt: skip
-    assert thoughts == ["A city, so a call."]
     for stop in ({"stop": ["Stop"]}, {"stop_regex": "[S]top"}):  # in the final channel only
         answer = served.post(CHAT, ask("f", **stop)).json()["choices"][0]["message"]
         assert (answer["content"], answer["reasoning_content"]) == ("Go. ", "Stop there.")

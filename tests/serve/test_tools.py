@@ -156,24 +156,6 @@ def test_forms_of_messages(servers):
     assert json.dumps(events).count('"call_') == 1
 
 
-@pytest.mark.parametrize("name", ["g", "i"])
-def test_stream_reasoning(servers, name):
-    """With false the thoughts are one delta before the content."""
-    fields, pieces = ask(name, tools=TOOLS, draft_limit=0), []  # one token an event
-    expected = servers().post(CHAT, fields).json()["choices"][0]["message"]["reasoning_content"]
-    for stream_reasoning in (True, False):
-        events = servers().events(CHAT, fields | {"stream_reasoning": stream_reasoning})
-        deltas = [choice["delta"] for event in events for choice in event["choices"]]
-        thoughts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
-        assert "".join(thoughts) == expected
-        assert "".join(delta.get("content") or "" for delta in deltas) == ANSWERS[name][1]
-        pieces.append(len(thoughts))
-    assert pieces[0] > 1 and pieces[1] == 1
-    cut = servers().events(CHAT, fields | {"stream_reasoning": False, "max_tokens": 2})
-    thoughts = [choice["delta"].get("reasoning_content") for event in cut for choice in event["choices"]]
-    assert [text for text in thoughts if text] == [SCRIPTS[name][1].strip()]
-
-
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("script", ["i", "b"])
 def test_require_reasoning(servers, script, required):
@@ -335,7 +317,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {  # by field: other fie
     "response_format": [(form("true"), "object"), (form("{"), "response_format")],
     "parallel_tool_calls": [({"tools": TOOLS, "parallel_tool_calls": "no"}, "boolean")],
     "separate_reasoning": [({"separate_reasoning": 1}, "boolean")],
-    "stream_reasoning": [({"stream_reasoning": 1}, "boolean")],
+    "stream_reasoning": [({"stream_reasoning": False}, "not supported")],
     "functions": [({"functions": [{"name": "f"}]}, "not supported")],
     "messages": [({"messages": [HELLO[0] | {"reasoning_content": "x"}]}, "assistant"),
                  (function(description="x" * 20_000), "context")],

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from generate_helpers import saved_model
-from ray_helpers import QUICK
+from ray_helpers import QUICK, quick_engine
 from server_helpers import SECONDS, free_port, parse_events, wait_until
 
 # Ray Serve gives up a proxy that takes longer than 5 s to start. Ray reads these variables at its import.
@@ -25,7 +25,6 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
 
 from specjax.fleet.ray import SpecjaxServer, build_app  # noqa: E402
-from specjax.fleet.ray_data import Generate  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
 
@@ -109,10 +108,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 def expected_text(model: str) -> str:
     """The text of `body()` by an engine."""
-    (row,) = Generate(QUICK | {"model": model}, {"max_new_tokens": 8, "temperature": 0.7}).complete(
-        [{"input_ids": body()["prompt"], "seed": 3}]
-    )
-    return row["text"]
+    return quick_engine(model).generate(body()["prompt"], {"max_new_tokens": 8, "temperature": 0.7, "seed": 3}).text
 
 
 @behind("plain", "llm")
@@ -199,15 +195,21 @@ def test_killed_replica(client):
 
 
 def test_data(cluster, model, tmp_path):
-    """Two actors return each row once, with the text of one engine and the columns of `keep`."""
-    rows = [{"id": f"r{i}", "prompt": "abc" * (1 + i % 3), "label": i} for i in range(12)]
-    constructor = {"settings": QUICK | {"model": model}, "sampling": {"max_new_tokens": 6}, "keep": ["label"]}
-    answers = ray.data.from_items(rows).map_batches(
-        Generate, fn_constructor_kwargs=constructor, concurrency=2, num_cpus=1, batch_size=3
-    )
+    """Two actors with an engine each, as in docs/serving.md, return each row once with the text of one engine."""
+    sampling = {"max_new_tokens": 6, "temperature": 0.9, "seed": 0}
+
+    class Complete:
+        def __init__(self) -> None:
+            self.engine = quick_engine(model)
+
+        def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
+            done = self.engine.generate(list(rows["prompt"]), sampling)
+            return rows | {"text": [completion.text for completion in done]}
+
+    rows = [{"prompt": "abc" * (1 + i % 3), "label": i} for i in range(12)]
+    answers = ray.data.from_items(rows).map_batches(Complete, concurrency=2, num_cpus=1, batch_size=3)
     answers.write_json(str(tmp_path / "answers"))
     lines = [json.loads(line) for file in (tmp_path / "answers").iterdir() for line in file.read_text().splitlines()]
-    expected = {row["id"]: row["text"] for row in Generate(**constructor).complete(rows)}
+    expected = quick_engine(model).generate([row["prompt"] for row in rows], sampling)
     assert len(lines) == 12
-    assert {line["id"]: line["text"] for line in lines} == expected
-    assert {line["id"]: line["label"] for line in lines} == {row["id"]: row["label"] for row in rows}
+    assert {line["label"]: line["text"] for line in lines} == {i: done.text for i, done in enumerate(expected)}

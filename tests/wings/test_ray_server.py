@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import httpx
-import numpy as np
 import pytest
 from generate_helpers import saved_model
 from ray_helpers import (
@@ -25,15 +24,14 @@ from ray_helpers import (
     Request,
     Response,
     Types,
+    quick_engine,
 )
 from server_helpers import parse_events
 from starlette.requests import Request as HttpRequest
 
-from specjax.cli.generate import RESULT_FIELDS
 from specjax.engine import EngineConfig
 from specjax.fleet import ray as server
 from specjax.fleet.ray import SpecjaxServer, body_of, build_app, deployment_name, deployment_options, settings_of
-from specjax.fleet.ray_data import Generate, number_of, rows_of
 from specjax.fleet.ray_ingress import ATTEMPTS, Ingress, call
 
 PROMPT = [10, 11, 12, 10, 11]
@@ -168,15 +166,14 @@ def test_body_has_only_fields_of_the_client():
 def test_answers_and_streams(loop, replica, model):
     """The text equals that of an engine."""
     fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 3, "temperature": 0.7}
-    engine = Generate(QUICK | {"model": model}, {"max_new_tokens": 8, "temperature": 0.7, "seed": 3})
-    (row,) = engine.complete([{"input_ids": PROMPT, "seed": 3}])
+    expected = quick_engine(model).generate(PROMPT, {"max_new_tokens": 8, "temperature": 0.7, "seed": 3}).text
     (answer,) = ask(loop, replica.completions, **fields)
     assert isinstance(answer, Response)
-    assert answer.model_dump()["choices"][0]["text"] == row["text"] != ""
+    assert answer.model_dump()["choices"][0]["text"] == expected != ""
     chunks = ask(loop, replica.completions, stream=True, **fields)
     assert all(isinstance(chunk, str) and chunk.endswith("\n\n") for chunk in chunks)
     events = parse_events("".join(chunks).encode())
-    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == row["text"]
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == expected
 
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     (answer,) = ask(loop, replica.chat, **chat)
@@ -222,8 +219,6 @@ def test_control(loop, replica):
         await replica.reset_prefix_cache()
         with pytest.raises(ValueError, match="mode must be one of abort, retract, in_place, got 'keep'"):
             await replica.pause(mode="keep")
-        with pytest.raises(ValueError, match="the server writes no traces"):
-            await replica.start_profile()
         (status, _), *body = await items(replica.http("GET", "/v1/models/tiny", b"", [("x-api-key", "secret")], b""))
         assert status == 200 and json.loads(b"".join(body))["id"] == "tiny"
         app = await replica.__serve_build_asgi_app__()
@@ -363,59 +358,3 @@ def test_ingress_reports_errors(loop):
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
     answer = answer_of(loop, (WHOLE, [DeploymentUnavailableError("its constructor fails")]))
     assert answer.status_code == 503 and "its constructor fails" in answer.json()["error"]["message"]
-
-
-# The batches of a Ray Data actor.
-
-
-@pytest.fixture(scope="module")
-def generate(model) -> Generate:
-    return Generate(QUICK | {"model": model}, {"max_new_tokens": 6, "temperature": 0.9}, keep=["label", "id"])
-
-
-def test_rows_of_columns():
-    messages = np.array([[{"role": "user", "content": "a", "name": None}], None], object)
-    batch = {"id": np.array([1.0, np.nan]), "input_ids": np.array([[1, 2], [3, 4]]), "messages": messages}
-    assert list(rows_of(batch)) == [
-        {"id": 1, "input_ids": [1, 2], "messages": [{"role": "user", "content": "a"}]},
-        {"input_ids": [3, 4]},
-    ]
-
-
-def test_row_numbers_do_not_depend_on_the_process():
-    assert number_of({"id": "a", "prompt": "x"}) == number_of({"id": "a"}) == 189723792554930
-    assert number_of({"prompt": "a", "seed": 1}) == number_of({"seed": 1, "prompt": "a"}) != number_of({"prompt": "a"})
-
-
-def test_completions_do_not_depend_on_batches(generate):
-    rows = [{"id": f"r{i}", "prompt": "abc" * (1 + i % 3), "label": i} for i in range(5)]
-    together = generate.complete(rows)
-    apart = [generate.complete([row])[0] for row in reversed(rows)][::-1]
-    for row, single in zip(together, apart, strict=True):
-        differences = {name for name in row if row[name] != single[name]}
-        assert differences <= {"spec_verify_ct", "spec_accept_length", "spec_accept_histogram"}
-    assert [row["label"] for row in together] == [0, 1, 2, 3, 4]
-    assert len({row["seed"] for row in together}) == 5, "equal prompts draw different tokens"
-    assert set(together[0]) == {"id", *RESULT_FIELDS, "error", "label"} and together[0]["error"] is None
-
-
-def test_parameters_and_errors_of_rows(generate):
-    rows = [
-        {"id": 1, "prompt": "abc", "max_new_tokens": 2, "seed": 7, "ignore_eos": True},
-        {"id": 2},
-        {"id": 3, "prompt": "abc", "max_new_tokens": -1},
-        {"input_ids": [1, 10**6]},
-        {"messages": [{"role": "user", "content": "hi"}]},
-    ]
-    good, empty, wrong, unknown, chat = generate.complete(rows)
-    assert (good["completion_tokens"], good["seed"], good["error"]) == (2, 7, None)
-    assert empty["id"] == 2 and "exactly one of prompt, messages, input_ids" in empty["error"]
-    assert "max_new_tokens" in wrong["error"] and "1000000" in unknown["error"]
-    assert chat["error"] is None and chat["text"]
-
-
-def test_settings_are_checked_first():
-    with pytest.raises(ValueError, match="settings: unknown key page"):
-        Generate({"page": 1})
-    with pytest.raises(ValueError, match="top_p"):
-        Generate({}, {"top_p": 7.0})

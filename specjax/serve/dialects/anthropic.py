@@ -9,8 +9,8 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,7 +23,6 @@ from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
 from specjax.serve.calls import strict_json
 from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
-from specjax.serve.dialects.context_edits import ContextManagement, EditedChat
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
     UNSUPPORTED,
@@ -205,18 +204,12 @@ class Thinking(Body):
 class OutputFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
 
-    def chosen(self) -> Grammar:
-        return Grammar.json(self.schema)
-
 
 class OutputConfig(Body):
     unsupported: ClassVar[Mapping[str, Values]] = {"task_budget": ()}
 
     effort: Effort | None = Field(None, description=EFFORT)
     format: OutputFormat | None = None
-
-    def chosen(self) -> Grammar | None:
-        return None if self.format is None else self.format.chosen()
 
 
 class CountTokensRequest(Body):
@@ -233,9 +226,6 @@ class CountTokensRequest(Body):
     )
     thinking: Thinking | None = Field(
         None, description="Sets `enable_thinking` of the chat template: enabled and adaptive = true, disabled = false."
-    )
-    context_management: ContextManagement | None = Field(
-        None, description="Clears old thoughts and results of tools from the messages, before the chat template."
     )
     output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
     output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")
@@ -268,15 +258,12 @@ class CountTokensRequest(Body):
             effort = None  # the default of this interface
         return "output_config", effort
 
-    def edited(self, form: AnswerForm, template: Mapping[str, Any]) -> EditedChat | None:
-        """The edits of `context_management`; None: there are none. `template`: variables of the chat template."""
-        if self.context_management is None:
-            return None
-        return EditedChat([*(self.context_management.edits or ())], self.chat(), form, template)
-
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
-    asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
+    asked = FIELDS | {
+        "output_config": lambda config: config.format and Grammar.json(config.format.schema),
+        "output_format": lambda format: Grammar.json(format.schema),
+    }
     unsupported = UNSUPPORTED | NOT_BUILT
 
     max_tokens: NewTokens = Field(description="New tokens.")
@@ -300,9 +287,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             more["thinking_token_budget"] = self.thinking.budget_tokens
         make = functools.partial(self.params, rules, **more)
-        task = chat_task(self, self.functions(), self.chat, rules, make, "messages", self.effort(rules.form))
-        edited = self.edited(rules.form, cast(Chat, task.prompts[0]).template)
-        return task if edited is None else replace(task, edit=edited)
+        return chat_task(self, self.functions(), self.chat, rules, make, "messages", self.effort(rules.form))
 
 
 DELTAS = {  # kind of a part -> type of its deltas, and name of their text
@@ -318,7 +303,6 @@ class MessagesAnswer(Answer):
     model: str
     prompt_tokens: int
     reply: Reply
-    edited: EditedChat | None = None
     omits_thoughts: bool = False  # their blocks are empty
     _begun: bool = False
 
@@ -328,7 +312,6 @@ class MessagesAnswer(Answer):
         return self._message(first.cached_tokens) | {
             "content": [_block(part, self._shown(part, part.text)) for part in self.reply.parts],
             **self._ending(first),
-            **self._edits(),
             "usage": self._usage(first.cached_tokens, first.completion_tokens),
         }
 
@@ -343,7 +326,7 @@ class MessagesAnswer(Answer):
                 events.append(_changed(change))
         if done is not None:
             usage = {"output_tokens": done.completion_tokens}
-            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage, **self._edits()})
+            events.append({"type": "message_delta", "delta": self._ending(done), "usage": usage})
             events.append({"type": "message_stop"})
         return list(map(named_event, events))
 
@@ -359,9 +342,6 @@ class MessagesAnswer(Answer):
 
     def _shown(self, part: Part, text: str) -> str:
         return "" if part.kind == "thoughts" and self.omits_thoughts else text
-
-    def _edits(self) -> dict[str, Any]:
-        return {} if self.edited is None else {"context_management": {"applied_edits": self.edited.applied}}
 
     def _usage(self, cached: int, output: int) -> dict[str, int]:
         """The usage in Anthropic's form: `input_tokens` excludes cached tokens."""
@@ -427,9 +407,8 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
 
     def answer(body: MessagesRequest, queued: Queued) -> Answer:
         reply = (queued.task.reply or ReplyOptions()).reply(thinking=queued.thinking)
-        edited = cast(EditedChat | None, queued.task.edit)
         omits = body.thinking is not None and body.thinking.display == "omitted"
-        return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply, edited, omits)
+        return MessagesAnswer(queued.id, model, len(queued.sequences[0].prompt), reply, omits)
 
     @app.post(PATH, tags=["Anthropic"], responses=STREAM)
     async def messages(request: Request, body: MessagesRequest) -> Response:
@@ -440,18 +419,9 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
         check_model(body.model, model)
         form, engine = generation.form, generation.runner.engine
         chat = with_tools(body.chat(), form, body.functions().offered(form), body.effort(form))
-        edited = body.edited(form, chat.template)
-
-        def count() -> dict[str, Any]:
-            if edited is None:
-                return {"input_tokens": len(engine.encode(chat))}
-            original = edited.count(engine.intake, edited.chat)
-            tokens = len(engine.encode(edited(engine.intake)))
-            return {"input_tokens": tokens, "context_management": {"original_input_tokens": original}}
-
         try:
-            job = generation.tokenising.submit(request.state.reading.size, count)
-            return await while_connected(request, asyncio.wrap_future(job))
+            job = generation.tokenising.submit(request.state.reading.size, lambda: len(engine.encode(chat)))
+            return {"input_tokens": await while_connected(request, asyncio.wrap_future(job))}
         except ValueError as error:
             raise refusal(error, {}, "messages") from error
 

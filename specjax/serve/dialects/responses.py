@@ -364,33 +364,29 @@ class ResponsesAnswer(Answer):
         return self._event("error", code=problem["code"], message=problem["message"], param=problem["param"])
 
     def _changed(self, change: Change, done: Completion | None) -> list[bytes]:
-        index, part = change.number, change.part
-        at: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
-        inside = at | {"content_index": 0}
-        name, about = NAMES[part.kind], at if part.kind == "call" else inside
-        has_logprobs = {"logprobs": []} if part.kind == "text" else {}
-        is_custom = part.kind == "call" and self._origin(part).is_custom
+        index, part, origin = change.number, change.part, self._origin(change.part)
+        is_call, is_custom = part.kind == "call", part.kind == "call" and origin.is_custom
+        name = "custom_tool_call_input" if is_custom else NAMES[part.kind]
+        place: dict[str, Any] = {"output_index": index, "item_id": self._item_id(index, part)}
+        place |= {} if is_call else {"content_index": 0}
+        more = {"logprobs": []} if part.kind == "text" else {}
         events = list[bytes]()
         match change:
             case Begin():
                 item = self._item(index, part, "in_progress")
                 events = [self._event("response.output_item.added", output_index=index, item=item)]
-                if part.kind != "call":
-                    events += [self._event("response.content_part.added", **inside, part=_content(part, ""))]
-            case Grow() if is_custom:  # a part of a JSON string, whose text follows at its end
-                pass
-            case Grow():
-                events = [self._event(f"response.{name}.delta", **about, delta=change.text, **has_logprobs)]
+                if not is_call:
+                    events += [self._event("response.content_part.added", **place, part=_content(part, ""))]
+            case Grow() if not is_custom:
+                events = [self._event(f"response.{name}.delta", **place, delta=change.text, **more)]
             case End():
-                whole = {"arguments": part.text, "name": part.name} if part.kind == "call" else {"text": part.text}
-                if is_custom:
-                    name, whole = "custom_tool_call_input", {"input": _custom_input(part.text)}
-                    events = [self._event(f"response.{name}.delta", **about, delta=whole["input"])]
-                elif part.kind == "call":
-                    whole["name"] = self._origin(part).name
-                events += [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
-                if part.kind != "call":
-                    events += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
+                whole = {"arguments": part.text, "name": origin.name} if is_call else {"text": part.text}
+                if is_custom:  # so far the text was a part of a JSON string
+                    whole = {"input": _custom_input(part.text)}
+                    events = [self._event(f"response.{name}.delta", **place, delta=whole["input"])]
+                events += [self._event(f"response.{name}.done", **place, **whole, **more)]
+                if not is_call:
+                    events += [self._event("response.content_part.done", **place, part=_content(part, part.text))]
                 item = self._item(index, part, self._part_status(part, done))
                 events += [self._event("response.output_item.done", output_index=index, item=item)]
         return events
