@@ -225,9 +225,11 @@ class Source:
         """An engine whose programs are compiled."""
         engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
         batch = config.max_running_requests
-        keys = engine.buckets.first_keys() if batch == 1 else None
+        steps = [key for key in engine.buckets.all_steps() if key.width == batch]
+        keys = [*engine.buckets.first_keys(), *steps] if batch == 1 else None
         if keys is None and self._full_batches:
             widths = {"step": (batch,), "prefill": engine.buckets.chunks}
             keys = [key for key in engine.buckets.all_keys() if key.rows == 1 and key.width in widths.get(key.kind, ())]
+            keys += steps
         engine.warm_up(keys, progress=False)
         return engine

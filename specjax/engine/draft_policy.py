@@ -16,7 +16,7 @@ scales all its parts. Seconds are a mean of recent steps; those of other sizes f
 
 The size in use changes if another rate is higher by `HYSTERESIS`. Now and then one step runs with another size, to
 measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Both are sizes whose programs are
-compiled; one that is not, but would be faster, is named beside the choice.
+compiled; one that is not, but might be faster, is named beside the choice.
 
 With `costly_observe` a request drafts in all its steps or in none, as `admit` chooses. Plain Python, independent of
 the device. All but `launched` and `record` only read.
@@ -41,6 +41,7 @@ TRIAL_PAUSE = 16  # minimum number of steps between two trials
 DECAY = 0.9  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.98  # weight of a step's acceptance after the next step
 RATIO_DECAY = 0.99  # the same in the ratio of two parts
+STEADY = 0.9 / (1 - DECAY)  # weight of a size that has run in 22 steps
 MAX_STEP_RATIO = 2.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 4.0  # steps that a guess of a part's acceptance counts for
@@ -126,7 +127,7 @@ class Bucket:
 class Choice(NamedTuple):
     nodes: int  # N of the next step
     trial: bool = False  # it measures a size that is not the best known one
-    better: int | None = None  # an N without a program that would be faster
+    better: int | None = None  # an N without a program that might be faster
 
 
 class DraftPolicy:
@@ -146,18 +147,24 @@ class DraftPolicy:
     def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Mean], steps: int = 1) -> Choice:
         """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
         programs that can run; `own`: the `Mean` of each of them that drafts."""
-        rates, bucket = self.rates(batch, requests, own), self._buckets[batch]
+        seconds, bucket = self.seconds(batch), self._buckets[batch]
+        rates = {n: tokens / seconds[n] for n, tokens in self.tokens(batch, requests, own).items()}
         ready = {n: rate for n, rate in rates.items() if n in compiled}
-        best, fastest = max(ready, key=ready.__getitem__), max(rates, key=rates.__getitem__)
+        best = max(ready, key=ready.__getitem__)
         using = best if bucket.using not in ready else bucket.using
         if ready[best] > (1 + HYSTERESIS) * ready[using]:
             using = best
-        better = fastest if rates[fastest] > (1 + HYSTERESIS) * rates[using] else None
+        # At best, a size without a program takes as long as the next smaller one with a program.
+        least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
+        hopes = {n: rates[n] * seconds[n] / least[n] for n in least}
+        better = max(hopes, key=hopes.__getitem__, default=None)
+        if better is not None and hopes[better] <= (1 + HYSTERESIS) * rates[using]:
+            better = None
         others = [n for n in ready if n != using]
         if not others or bucket.since < TRIAL_PAUSE * steps or not bucket.seconds.get(using, Mean(1.0)).weight:
             return Choice(using, better=better)
         tried = min(others, key=lambda n: bucket.latest.get(n, 0))
-        loss = steps * self.seconds(batch)[tried] * (1 - ready[tried] / ready[using])
+        loss = steps * seconds[tried] * (1 - ready[tried] / ready[using])
         return Choice(tried, trial=True) if bucket.savings >= loss else Choice(using, better=better)
 
     def admit(self, batch: int, steps: int) -> bool:
@@ -173,8 +180,11 @@ class DraftPolicy:
 
     def seconds(self, batch: int) -> dict[int, float]:
         """Expected seconds of a step by N; in the unit of `cost` before any step has run."""
-        means = self._buckets[batch].seconds
-        measured = {n: means[n].value for n in self._sizes[batch] if n in means and means[n].weight}
+        means = {n: mean.value for n, mean in sorted(self._buckets[batch].seconds.items()) if mean.weight}
+        # Other load only adds time, so a smaller tree takes no more than a larger one did.
+        measured = {n: min(seconds for m, seconds in means.items() if m >= n) for n in means}
+        if len(measured) == len(self._sizes[batch]):
+            return measured
         factors = {n: seconds / self._cost(batch, n) for n, seconds in measured.items()} or {1: 1.0}
         expected = dict[int, float]()
         for n in self._sizes[batch]:
@@ -183,12 +193,12 @@ class DraftPolicy:
             expected[n] = measured.get(n, max(estimated, least))
         return expected
 
-    def rates(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
-        """Expected tokens a second by N."""
+    def tokens(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
+        """Expected tokens of a step by N."""
         first = max(next(iter(self.acceptance.survivals), 1.0), 1e-6)
         scale = sum(mean.towards(first, OWN_STEPS) for mean in own) / first
         drafts = self.acceptance.drafts
-        return {n: (requests + scale * drafts[n]) / seconds for n, seconds in self.seconds(batch).items()}
+        return {n: requests + scale * drafts[n] for n in self._sizes[batch]}
 
     def launched(self, batch: int, nodes: int, *, trial: bool) -> None:
         """Notes a choice that is carried out."""
@@ -200,13 +210,26 @@ class DraftPolicy:
         else:
             bucket.using = nodes
 
-    def record(self, batch: int, nodes: int, seconds: float, drafted: Iterable[tuple[Mean, Iterable[int]]]) -> None:
-        """Records a step of N nodes. `drafted`: the `Mean` of each request that it drafted for and whose text no limit
-        or stop token cut, with the ranks of its accepted nodes."""
+    def record(
+        self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Mean, Iterable[int]]]
+    ) -> None:
+        """Records a step of N nodes.
+
+        Args:
+            seconds: its duration; None: unknown, or something compiled beside it.
+            drafted: the `Mean` of each request that it drafted for and whose text no limit or stop token cut, with the
+                ranks of its accepted nodes.
+        """
         bucket = self._buckets[batch]
-        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * seconds
-        if nodes in bucket.seconds:
-            bucket.seconds[nodes].add(seconds, most=MAX_STEP_RATIO)
+        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * (seconds or 0.0)
+        if seconds is None:
+            pass
+        elif nodes in bucket.seconds:
+            mean, before = bucket.seconds[nodes], bucket.seconds[nodes].total
+            mean.add(seconds, most=MAX_STEP_RATIO)
+            if nodes == bucket.using and mean.weight > STEADY:  # the other sizes follow the machine's speed
+                for other in bucket.seconds.values():
+                    other.total *= mean.total / before if other is not mean else 1.0
         else:  # the first run of a program takes longer
             bucket.seconds[nodes] = Mean(DECAY)
         counts = list[list[int]]()

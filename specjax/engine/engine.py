@@ -495,7 +495,7 @@ class Engine:
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these programs, or all, before their first use. See `Programs.warm_up`."""
         if keys is None:
-            keys = self.buckets.all_keys()
+            keys = dict.fromkeys((*self.buckets.all_keys(), *self.buckets.all_steps()))
         self.programs.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self) -> None:

@@ -257,6 +257,10 @@ class Buckets:
         """The step of a batch bucket with the small page table, by default with its usual trees."""
         return Key("step", batch, self.tables[0], nodes=self.usual(batch) if nodes is None else nodes)
 
+    def all_steps(self) -> list[Key]:
+        """The steps of every batch bucket and N with the small page table."""
+        return [self.step(batch, nodes) for batch in self.batches for nodes in self.sizes(batch)]
+
     def ready_keys(self) -> list[Key]:
         """Programs that an engine needs before its first request: the small prefill, and a step that can run any
         request. A step with drafts can also run requests that do not draft."""

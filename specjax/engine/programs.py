@@ -132,6 +132,12 @@ class Programs:
         with self._lock:
             return {key for key, future in self._futures.items() if not future.done()}
 
+    @property
+    def compiles(self) -> bool:
+        """True while a program is being compiled, which slows the others on a CPU."""
+        with self._lock:
+            return any(future.running() for future in self._futures.values())
+
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
         return any(isinstance(result, Failure) and result.error is error for result in self._results().values())

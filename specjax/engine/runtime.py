@@ -216,8 +216,7 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
     with TraceAnnotation("wait"):
         read = read_output(runtime.device, flight.output, logprobs=wanted)
     seconds = runtime.flights.seconds(flight, len(runtime.programs.ready().compiled))
-    if seconds is not None:
-        _record_step(runtime, flight, read, seconds)
+    _record_step(runtime, flight, read, None if runtime.programs.compiles else seconds)
     ended, restarted = list[Sequence](), list[Sequence]()
     for i, (sequence, tokens, finish) in enumerate(zip(sequences, read.tokens, read.finish, strict=False)):
         if sequence.slot is not flight.slots[i]:
@@ -253,7 +252,7 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
         runtime.scheduler.retract(sequence)
 
 
-def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float) -> None:
+def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float | None) -> None:
     """Records duration and acceptance of a step without forced tokens."""
     key = flight.batch.key
     if runtime.policy is None or key.kind != "step" or not runtime.buckets.drafts(key.width):

@@ -174,6 +174,8 @@ def server_info(ranks: List[Runner], settings: ServerSettings, model: str) -> di
         "ep_size": engines[0].config.expert_parallel,
         "engine": dataclasses.asdict(engines[0].config),
         "server": server,
+        # How many nodes steps have, and why; empty if the engine does not choose.
+        "speculative_sizes": engines[0].policy.table() if engines[0].policy is not None else [],
         "internal_states": [rank_state(rank) for rank in ranks],
     }
 

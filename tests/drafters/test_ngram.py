@@ -311,7 +311,7 @@ def test_default_on_a_cpu(monkeypatch):
     monkeypatch.setattr(ngram, "ngram_drafter", recorded)
     for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
         assert make_speculation(options, platform="cpu").explicit_width == (options.nodes is not None)
-    assert made == [(4, 2), (4, 1), (4, 3), (6, 1)]
+    assert made == [(8, 2), (8, 1), (8, 3), (6, 1)]
 
 
 def test_max_breadth():

@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +105,9 @@ def test_policy_follows_changes():
     """It beats every fixed size while acceptance changes, and follows the time of a step."""
     policy = policy_of(STEEP)
     _, rates, rate = simulate(policy, 3000, STEEP, lambda step: 0.85 if step // 500 % 2 else 0.2)
-    assert rate > 1.05 * max(rates.values())
+    assert rate > 1.03 * max(rates.values())
     slow = STEEP | {8: 9.0, 4: 7.0}
-    simulate(policy, 500, slow, lambda step: 0.9)
+    simulate(policy, 1000, slow, lambda step: 0.9)
     nodes, rates, rate = simulate(policy, 1000, slow, lambda step: 0.9)
     assert nodes.count(2) > 0.9 * len(nodes) and rate > 0.97 * rates[2]
 
@@ -163,11 +162,9 @@ def test_seconds_between_measured_sizes():
         for _ in range(3):
             policy.record(1, n, seconds, [])
     assert policy.seconds(1) == pytest.approx({1: 0.1, 2: 0.2, 3: 0.45, 4: 0.8})
-    flat = policy_of(dict.fromkeys(SIZES, 1.0))
-    for n, seconds in ((1, 0.1), (2, 0.3), (3, 0.01)):
-        flat.record(1, n, 9.0, [])
-        flat.record(1, n, seconds, [])
-    assert flat.seconds(1)[4] == 0.3
+    policy.record(1, 3, 9.0, [])
+    policy.record(1, 3, 0.15, [])
+    assert policy.seconds(1)[2] == pytest.approx(0.15), "other load has slowed its steps"
 
 
 def test_hysteresis():
@@ -176,10 +173,16 @@ def test_hysteresis():
     for n in (1, 2):
         policy.launched(1, n, trial=False)
         assert policy.choose(1, SIZES, 1, [request()]) == (n, False, None)
-    better = policy_of({1: 1.0, 2: 1.5 / (1 + 2 * HYSTERESIS), 3: 9.0, 4: 9.0})
-    better.launched(1, 1, trial=False)
-    assert better.choose(1, (1, 4), 1, [request()]) == (1, False, 2)
-    assert better.choose(1, (1, 2, 4), 1, [request()]) == (2, False, None)
+    faster = policy_of({1: 1.0, 2: 1.5 / (1 + 2 * HYSTERESIS)})
+    faster.launched(1, 1, trial=False)
+    assert faster.choose(1, (1, 2), 1, [request()]) == (2, False, None)
+
+
+@pytest.mark.parametrize(("guess", "better"), [(0.5, 2), (0.9 * HYSTERESIS, None)])
+def test_sizes_that_may_be_faster_are_compiled(guess, better):
+    """Whatever the cost model says, unless they could not even be if they took no more time than the smaller ones."""
+    policy = policy_of({1: 1.0, 2: 5.0}, guess=guess)
+    assert policy.choose(1, (1,), 1, [request()]) == (1, False, better)
 
 
 def test_choosing_changes_nothing():
@@ -199,11 +202,23 @@ def test_acceptance_of_each_request():
         for own, ranks in ((good, [1]), (bad, [])):
             policy.launched(1, 2, trial=False)
             policy.record(1, 2, 1.5, [(own, ranks)])
-    rates = [policy.rates(1, 1, [own])[2] for own in (bad, new, good)]
-    assert rates == pytest.approx([1.15 / 1.5, 1.5 / 1.5, 1.85 / 1.5], abs=0.1)
+    tokens = [policy.tokens(1, 1, [own])[2] for own in (bad, new, good)]
+    assert tokens == pytest.approx([1.15, 1.5, 1.85], abs=0.1)
     chosen(policy, 1, [good], sizes=(1, 2))  # a trial is due
     assert chosen(policy, 1, [bad], sizes=(1, 2)) == 1 and chosen(policy, 1, [good], sizes=(1, 2)) == 2
-    assert policy.rates(1, 4, [good])[1] == pytest.approx(4) and policy.rates(1, 4, [good])[2] < 5 / 1.5
+    assert policy.tokens(1, 4, [good])[1] == 4 and policy.tokens(1, 4, [good])[2] < 5
+
+
+def test_table_tells_why_a_size_was_chosen():
+    policy = policy_of({1: 1.0, 2: 2.0})
+    for _ in range(200):
+        policy.launched(1, 2, trial=False)
+        policy.record(1, 2, 0.3, [(request(), [1])])
+    for drafted in ([], [(request(), [])]):  # beside a compilation, whose time does not count
+        policy.record(1, 1 + len(drafted), None, drafted)
+    plain, tree = policy.table()
+    assert plain == {"batch": 1, "nodes": 1, "seconds": pytest.approx(0.15), "tokens": 1.0, "steps": 0}
+    assert tree == {"batch": 1, "nodes": 2, "seconds": 0.3, "tokens": pytest.approx(1.96, abs=0.03), "steps": 200}
 
 
 def test_outliers_count_little():
@@ -236,9 +251,9 @@ def engine_of(kind: str, **config) -> Engine:
 @pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
 def test_text_for_any_sizes(kind):
     """Each step has a random N, with penalties, limits of drafts and requests that never draft."""
-    engine = engine_of(kind, overlap=kind == "NGRAM")
-    sizes = {batch: engine.buckets.sizes(batch) for batch in engine.buckets.batches}
-    engine.warm_up([*engine.buckets.all_keys(), *(engine.buckets.step(b, n) for b, ns in sizes.items() for n in ns)])
+    # On a CPU a head drafts for single requests only.
+    engine = engine_of(kind, overlap=kind == "NGRAM", max_running_requests=3 if kind == "NGRAM" else 1)
+    engine.warm_up(progress=False)
     rng, used = np.random.default_rng(3), set()
 
     def choose(batch: int, compiled: Iterable[int], requests: int, own: object) -> Choice:
@@ -251,7 +266,7 @@ def test_text_for_any_sizes(kind):
     changes = [{}, {"frequency_penalty": 0.5}, {"draft_limit": 0}, {"speculate": False}, {"draft_limit": 1}, {}]
     params = [SamplingParams(max_new_tokens=16 + i, temperature=float(i % 2), seed=i, **changes[i]) for i in range(6)]
     check_texts(engine, model, prompts, params)
-    assert len(used) > 2 and used <= {*chain(*sizes.values())}
+    assert len(used) > 2 and used <= {key.nodes for key in engine.buckets.all_steps()}
 
 
 def test_draft_model_drafts_for_whole_requests():

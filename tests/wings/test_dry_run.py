@@ -275,7 +275,7 @@ def test_temporaries_against_xla(tmp_path, kind):
     state = jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool))
     sizes = {"table": buckets.tables[-1], "new_pages": 1}
     program: Any = Programs(described.target, described.speculation, described.params, state, **sizes).get(
-        buckets.step(4) if kind == "step" else Key(kind, 256, buckets.tables[0])
+        buckets.step(4, nodes=8) if kind == "step" else Key(kind, 256, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes
     terms = temporary_terms(described.target, described.speculation.drafter.features, buckets, Devices("cpu"))
