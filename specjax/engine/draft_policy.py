@@ -240,7 +240,7 @@ class DraftPolicy:
             means = [sum(part) / len(counts) for part in zip(*counts, strict=True)]
             self.acceptance.add(nodes, means, float(len(counts)))
 
-    def table(self) -> list[dict[str, float]]:
+    def table(self) -> list[dict[str, int | float]]:
         """Measurements of every bucket that has run: expected seconds and tokens of a request, and steps, by N."""
         drafts = self.acceptance.drafts
         return [
