@@ -99,7 +99,8 @@ class Programs:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
         self._params, self.state_shapes = jax.tree.map(shape, (params, state))
-        self._state = Resident(self.state_shapes, self._input((state.finished.shape[0], table)))
+        tables: Any = self._input((state.finished.shape[0], table))
+        self._state = Resident(self.state_shapes, tables)
         self.new_pages, self._pages = new_pages, pool_shape(state.cache).pages
 
         self._futures: dict[Key, Future[Program | Failure]] = {}
