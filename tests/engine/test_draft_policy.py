@@ -218,7 +218,8 @@ def test_table_tells_why_a_size_was_chosen():
         policy.record(1, 1 + len(drafted), None, drafted)
     plain, tree = policy.table()
     assert plain == {"batch": 1, "nodes": 1, "seconds": pytest.approx(0.15), "tokens": 1.0, "steps": 0}
-    assert tree == {"batch": 1, "nodes": 2, "seconds": pytest.approx(0.3), "tokens": pytest.approx(1.96, abs=0.03), "steps": 200}
+    assert (tree["nodes"], tree["steps"]) == (2, 200)
+    assert tree["seconds"] == pytest.approx(0.3) and tree["tokens"] == pytest.approx(1.97, abs=0.03)
 
 
 def test_outliers_count_little():
