@@ -222,16 +222,8 @@ class DraftPolicy:
         """
         bucket = self._buckets[batch]
         bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * (seconds or 0.0)
-        if seconds is None:
-            pass
-        elif nodes in bucket.seconds:
-            mean, before = bucket.seconds[nodes], bucket.seconds[nodes].total
-            mean.add(seconds, most=MAX_STEP_RATIO)
-            if nodes == bucket.using and mean.weight > STEADY:  # the other sizes follow the machine's speed
-                for other in bucket.seconds.values():
-                    other.total *= mean.total / before if other is not mean else 1.0
-        else:  # the first run of a program takes longer
-            bucket.seconds[nodes] = Mean(DECAY)
+        if seconds is not None:
+            self._time(bucket, nodes, seconds)
         counts = list[list[int]]()
         for own, ranks in drafted:
             counts.append(self.acceptance.counts(ranks))
@@ -239,6 +231,18 @@ class DraftPolicy:
         if counts:
             means = [sum(part) / len(counts) for part in zip(*counts, strict=True)]
             self.acceptance.add(nodes, means, float(len(counts)))
+
+    def _time(self, bucket: Bucket, nodes: int, seconds: float) -> None:
+        if nodes not in bucket.seconds:  # the first run of a program takes longer
+            bucket.seconds[nodes] = Mean(DECAY)
+            return
+        mean = bucket.seconds[nodes]
+        steady = nodes == bucket.using and mean.weight > STEADY
+        before = mean.value if steady else 1.0
+        mean.add(seconds, most=MAX_STEP_RATIO)
+        if steady:  # the other sizes follow the machine's speed
+            for n, other in bucket.seconds.items():
+                other.total *= mean.value / before if n != nodes else 1.0
 
     def table(self) -> list[dict[str, int | float]]:
         """Measurements of every bucket that has run: expected seconds and tokens of a request, and steps, by N."""

@@ -167,6 +167,18 @@ def test_seconds_between_measured_sizes():
     assert policy.seconds(1)[2] == pytest.approx(0.15), "other load has slowed its steps"
 
 
+def test_sizes_follow_the_speed_of_the_machine():
+    """While one size runs, the others keep their ratio to it."""
+    policy = policy_of({1: 1.0, 2: 2.0})
+    for n, seconds in ((1, 0.1), (2, 0.15)):
+        policy.launched(1, n, trial=False)
+        for _ in range(60):
+            policy.record(1, n, seconds, [])
+    for _ in range(200):
+        policy.record(1, 2, 0.3, [])
+    assert policy.seconds(1) == pytest.approx({1: 0.2, 2: 0.3})
+
+
 def test_hysteresis():
     """The size in use stays where another is hardly better; a faster one without a program is named."""
     policy = policy_of({1: 1.0, 2: 1.5 / (1 + HYSTERESIS / 2), 3: 9.0, 4: 9.0})
