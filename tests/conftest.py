@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib.metadata
 import inspect
+import logging
 import math
 import os
 import resource
@@ -196,6 +197,16 @@ def _trim() -> None:
 def trim() -> Callable[[], None]:
     """trim() returns freed memory to the system, for tests that load several large models."""
     return _trim
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_log():
+    """Takes back what a module's commands set of the log."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    root.handlers[:] = [handler for handler in root.handlers if type(handler).__module__.startswith("_pytest")]
 
 
 @pytest.fixture(scope="module", autouse=True)
