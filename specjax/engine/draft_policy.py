@@ -154,9 +154,9 @@ class DraftPolicy:
         using = best if bucket.using not in ready else bucket.using
         if ready[best] > (1 + HYSTERESIS) * ready[using]:
             using = best
-        # At best, a size without a program takes as long as the next smaller one with a program.
+        # A size without a program may cost half of what is expected beyond the next smaller one with a program.
         least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
-        hopes = {n: rates[n] * seconds[n] / least[n] for n in least}
+        hopes = {n: rates[n] * seconds[n] / ((least[n] + seconds[n]) / 2) for n in least}
         better = max(hopes, key=hopes.__getitem__, default=None)
         if better is not None and hopes[better] <= (1 + HYSTERESIS) * rates[using]:
             better = None
