@@ -216,7 +216,7 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
     with TraceAnnotation("wait"):
         read = read_output(runtime.device, flight.output, logprobs=wanted)
     seconds = runtime.flights.seconds(flight, len(runtime.programs.ready().compiled))
-    _record_step(runtime, flight, read, None if runtime.programs.compiles else seconds)
+    _record_step(runtime, flight, read, seconds)
     ended, restarted = list[Sequence](), list[Sequence]()
     for i, (sequence, tokens, finish) in enumerate(zip(sequences, read.tokens, read.finish, strict=False)):
         if sequence.slot is not flight.slots[i]:
@@ -262,7 +262,7 @@ def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float 
         for sequence, ranks, finish in zip(flight.sequences, read.ranks, read.finish, strict=False)
         if sequence.id in flight.batch.drafted and finish == RUNS
     ]
-    runtime.policy.record(key.width, key.nodes, seconds, drafted)
+    runtime.policy.record(key.width, key.nodes, None if runtime.programs.compiles else seconds, drafted)
 
 
 def take(
