@@ -143,7 +143,8 @@ def attention(
     Args:
         qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value.
         positions: int32 [B, N], of queries and block keys; read only with a window.
-        queries: int32 [B], the number of valid queries of each row; results of other queries are undefined. None: N.
+        queries: int32 [B], the number of valid queries of each row; results of other queries are 0 on a CPU, else
+            undefined. None: N.
         before: keys and values [B, C - N, K, E] of the block's earlier tokens, the first C - N bits of the mask. None:
             C == N.
         before_positions: int32 [B, C - N], their positions; required with a window, and read only then.

@@ -122,7 +122,10 @@ def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
         partial = elsewhere(partial)
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
-    out = jnp.where((prefix_length >= 0)[:, None, None, None], out, 0)
+    there = (prefix_length >= 0)[:, None, None, None]
+    if call.queries is not None:
+        there = there & (jnp.arange(N * G)[None, :] < G * call.queries[:, None])[:, None, :, None]
+    out = jnp.where(there, out, 0)
     return out.reshape(B, K, N, G, Ev).swapaxes(1, 2).reshape(B, N, H, Ev).astype(call.q.dtype)
 
 

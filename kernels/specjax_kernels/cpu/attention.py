@@ -25,7 +25,7 @@ from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import LANES, Vectors
 
-MOST_TOKENS = 128  # new tokens of a request; for more XLA's products are as fast
+MOST_TOKENS = 256  # new tokens of a request; for more XLA's products are as fast
 CHUNK = 128  # keys whose scores are in memory at a time
 ROWS = 4  # query rows that share one reading of keys and values
 GROUPS = 4  # groups of `ROWS` rows in a tile, at most; they read a chunk in turn
@@ -140,7 +140,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         table = integers(argument(call, 5) + 4 * request * table_width)
         committed = min(integers(argument(call, 6))[request], slots * table_width)
         sinks, group = floats(argument(call, 9)), size(call, 9, 1)
-        counted = (integers(argument(call, 8))[request] + ROWS - 1) // ROWS * ROWS  # whole groups
+        valid = integers(argument(call, 8))[request]
+        counted = (valid + ROWS - 1) // ROWS * ROWS  # whole groups
         for row in range(max(first, counted), end):
             out = floats(result(call, 0) + 4 * (pair * rows + row) * wide)
             for i in range(wide):
@@ -216,7 +217,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             out = floats(result(call, 0) + 4 * (pair * rows + row) * wide)
             total = state[SCORES + 1]
             for i in range(wide):
-                out[i] = state[SCORES + NUMBERS + i] / (total if total > 0 else np.float32(1))
+                out[i] = 0 if row >= valid else state[SCORES + NUMBERS + i] / (total if total > 0 else np.float32(1))
         return 0
 
     return tiles, tile

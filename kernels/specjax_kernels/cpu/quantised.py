@@ -5,8 +5,9 @@ Two kernels: for up to `MOST_ROWS` rows of x, codes become float32 weights in re
 rows, a panel of the matrix at a time is widened into the cache and multiplied with all rows. (Dequantising the whole
 matrix to memory takes longer than the products of some hundred rows.)
 
-The order of a row's sums does not depend on the number of rows, so its result has the bits of the row alone. The inner
-loops are written in LLVM's vectors, because LLVM would first add up each group of codes to one number, which is slow.
+The order of a row's sums does not depend on the number of rows, so its result has the bits of the row alone. Last rows
+of x that are all zeros, such as padding, take no time. The inner loops are written in LLVM's vectors, because LLVM
+would first add up each group of codes to one number, which is slow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specjax_kernels.cpu.vectors import LANES, Vectors, lanes
 from specjax_kernels.quantised import Quantised
 
 MOST_ROWS = 16  # more rows take less time in panels
-TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
+TOGETHER = 8  # rows of x that share a weight, at most
 TILE = 512  # rows of codes in one tile, at most
 TILES = 2
 """Tiles of a matrix for each thread, at least. Of shorter tiles a greater part is read before its prefetches arrive."""
@@ -130,8 +131,8 @@ def _few_rows(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     argument, size, result = tools.argument, tools.argument_size, tools.result
     scales_of, rows_of_tile, threads = scales_reader(tools, layout), tools.inlined(tile_rows), tools.threads
     width = lanes()
-    together, of_codes = TOGETHER[width], tools.inlined(code_rows)
-    dots = tools.emitted(14, partial(emit, layout, together))
+    of_codes, filled, floats = tools.inlined(code_rows), filled_rows(tools), tools.floats
+    dots = tools.emitted(14, partial(emit, layout))
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -143,8 +144,13 @@ def _few_rows(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         most = rows_of_tile(columns, threads())
         start, end = index * most, min(index * most + most, columns)
         x, codes, out = argument(call, 0), argument(call, 1), result(call, 0)
-        for row in range(0, rows, together):
-            count, at, to = min(together, rows - row), x + 4 * row * depth, out + 4 * row * columns
+        some = filled(x, rows, depth)
+        for row in range(some, rows):
+            target = floats(out + 4 * row * columns)
+            for column in range(start, end):
+                target[column] = 0
+        for row in range(0, some, TOGETHER):
+            count, at, to = min(TOGETHER, some - row), x + 4 * row * depth, out + 4 * row * columns
             for first in range(start, end, of_codes(count, width)):
                 dots(count, first, end - 1, at, to, codes, columns, depth, *scales_of(call))
         return 0
@@ -176,6 +182,27 @@ def scales_reader(tools: Tools, layout: Layout) -> Any:
     return scales_of
 
 
+def filled_rows(tools: Tools) -> Any:
+    """Makes a function (x, rows, depth) -> number of rows without the last ones that are all zeros."""
+    words, integers = tools.longs, tools.integers
+
+    @tools.inlined
+    def filled(x: int, rows: int, depth: int) -> int:
+        while rows > 0:
+            at = x + 4 * (rows - 1) * depth
+            if integers(at)[0] & 0x7FFFFFFF != 0:  # nearly always
+                return rows
+            numbers, bits = words(at), 0
+            for i in range(depth // 2):
+                bits |= numbers[i]
+            if bits & 0x7FFFFFFF7FFFFFFF != 0:  # -0.0 is zero
+                return rows
+            rows -= 1
+        return rows
+
+    return filled
+
+
 def panels_of_tile(columns: int, panel: int) -> int:
     panels = (columns + panel - 1) // panel
     return (panels + PANEL_TILES - 1) // PANEL_TILES
@@ -187,6 +214,7 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     width = lanes()
     panel, (most, few) = 2 * width, BLOCKS[width]
     scales_of, per_tile, floats = scales_reader(tools, layout), tools.inlined(panels_of_tile), tools.floats
+    filled = filled_rows(tools)
     widen = tools.emitted(10, partial(emit_widened, layout))
     turn, block = tools.emitted(3, _turn), tools.emitted(6, partial(_block, (most, few)))
 
@@ -203,6 +231,7 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         packed = result(call, 1) + 4 * index * result_size(call, 1, 1)
         wide = packed + 4 * panel * depth
         spare = wide + 4 * width * depth
+        some = filled(xs, rows, depth)
         for first in range(index * across, min(index * across + across, columns), panel):
             count = min(panel, columns - first)
             for half in range(0, panel, width):
@@ -211,10 +240,14 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
                 for n in range(start, end):
                     widen(n, wide + 4 * (n - start) * depth, codes, depth, *scales)
                 turn(wide, packed + 4 * half, depth)
+            for n in range(some, rows):
+                target = floats(outs + 4 * (n * columns + first))
+                for column in range(count):
+                    target[column] = 0
             row = 0
-            while row < rows:
-                these = most if rows - row > few else few
-                row = min(row, rows - these)
+            while row < some:
+                these = most if some - row > few else few
+                row = max(min(row, some - these), 0)  # a block of few rows may have rows of zeros
                 x, out = xs + 4 * row * depth, outs + 4 * (row * columns + first)
                 if count == panel:
                     block(these, x, packed, depth, out, columns)
@@ -283,14 +316,17 @@ def _block(sizes: tuple[int, ...], b: Any, values: Any) -> None:
 
 def code_rows(rows: int, width: int) -> int:
     """Rows of codes that are multiplied with `rows` rows of x together, with vectors of `width` lanes. Their sums fill
-    the registers, because the latency of additions limits fewer sums."""
-    return 4 if 4 * rows <= width else 2
+    the registers, because the latency of additions limits fewer sums: 32 of 16 lanes with AVX-512, 16 of 8 with AVX2,
+    where 8 rows at once take 0.8 of the time of 3, 3 and 2."""
+    if width == LANES:
+        return 4 if rows <= 4 else 2
+    return 4 if rows <= 2 else 2 if rows <= 5 else 1
 
 
-def emit(layout: Layout, together: int, b: Any, values: Any) -> None:
-    """Emits the products of `count` (1 to `together`) rows of x and `code_rows` rows of codes."""
+def emit(layout: Layout, b: Any, values: Any) -> None:
+    """Emits the products of `count` (1 to `TOGETHER`) rows of x and `code_rows` rows of codes."""
     count, *values = values
-    for rows in range(1, together + 1):
+    for rows in range(1, TOGETHER + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
             Dots(layout, b).emit(rows, *values)
 
