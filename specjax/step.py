@@ -67,12 +67,14 @@ class StepConfig:
         prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
+        ragged: padding, nodes that are not valid and rows without a request are zeros, which products on a CPU skip.
     """
 
     nodes: int = 0
     trace: bool = False
     prompt_logprobs: bool = False
     tokens: int = 0
+    ragged: bool = False
 
 
 class Checked(NamedTuple):
@@ -138,7 +140,11 @@ def check_phase(
         raise ValueError(f"trees of {tree.width} nodes in a step of {config.nodes} (StepConfig.nodes)")
     embedded, positions = target.embed(params.target, tree.tokens), prefix_length[:, None] + tree.depth
     past, mask = (cache, context.page_table, context.attended), pack_bits(ancestor_mask(tree))
-    output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
+    extra: dict[str, Any] = {}
+    if config.ragged:
+        nodes = jnp.max(jnp.where(tree.valid, jnp.arange(1, tree.width + 1, dtype=jnp.int32), 0), axis=1)
+        extra["ragged"] = Ragged.of(jnp.where(context.active, nodes, 0), tree.width)
+    output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features, **extra)
     logits = target.unembed(params.target, output.hidden)
     greedy, is_finite = greedy_and_finite(logits)
     draws, depth = draws._replace(greedy=greedy), min(drafter.depth, tree.width - 1)
@@ -239,7 +245,8 @@ def prefill_step(
     embedded, positions = target.embed(params.target, inputs.tokens), context.prefix_length[:, None] + offset
     rows = _row_moves(context, inputs)
     past = read_rows(state.cache, rows, context.prefix_length), context.page_table, context.attended
-    extra = {"ragged": Ragged.of(length, inputs.tokens.shape[1], config.tokens)} if config.tokens else {}
+    is_ragged, width = config.ragged or bool(config.tokens), inputs.tokens.shape[1]
+    extra = {"ragged": Ragged.of(length, width, config.tokens)} if is_ragged else {}
     forward = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features, **extra)
     last = jnp.maximum(length - 1, 0)
     hidden = jnp.take_along_axis(forward.hidden, last[:, None, None], axis=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -93,6 +94,7 @@ class Programs:
     ) -> None:
         self._target, self._speculation, self._trace = target, speculation, trace
         self._verify, self._room, self._mesh = verify, room, mesh
+        self._ragged = target.ragged and mesh is None and jax.default_backend() == "cpu"
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             where = None if mesh is None else leaf.sharding
@@ -108,6 +110,7 @@ class Programs:
         self._warming = False  # `warm_up` runs, which has a bar for all
         self._wanted: set[Key] = set()  # requests wait for these
         self._seconds: dict[Key, float] = {}  # of each compilation
+        self._ended = 0.0  # when the last one ended
         self._lock = threading.RLock()  # for changes of the futures, of `_ready` and of `_wanted`
         self._ready = Ready()
         self._exclusive = jax.default_backend() != "cpu"
@@ -134,10 +137,11 @@ class Programs:
             return {key for key, future in self._futures.items() if not future.done()}
 
     @property
-    def compiles(self) -> bool:
-        """True while a program is being compiled, which slows the others on a CPU."""
+    def quiet_since(self) -> float:
+        """When the last compilation ended, in seconds of `perf_counter`; infinity while one runs. It slows programs on
+        a CPU, and delays the reading of their results."""
         with self._lock:
-            return any(future.running() for future in self._futures.values())
+            return math.inf if any(future.running() for future in self._futures.values()) else self._ended
 
     def is_broken(self, error: BaseException) -> bool:
         """True if `get` raises this error again: a program cannot be compiled, for another reason than memory."""
@@ -326,6 +330,7 @@ class Programs:
             return Failure(MemoryError(f"{key}: {_first_line(error)}"), None)
         finally:
             self._wanted.discard(key)
+            self._ended = time.perf_counter()
             self._seconds[key] = time.monotonic() - begun
 
     def _pause(self, seconds: float) -> None:
@@ -408,14 +413,15 @@ class Programs:
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, PREFILL_NUMBERS + key.width + key.table), partial(unpack_prefill, **tables)
-            function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
+            function = prefill_step
+            config = StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens, ragged=self._ragged)
         else:
             drafter = self._speculation.within(key.nodes)
             if key.nodes == 1 and self._speculation.costly_observe:  # its requests never draft
                 drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
-            function, config = speculate_step, StepConfig(key.nodes, self._trace)
+            function, config = speculate_step, StepConfig(key.nodes, self._trace, ragged=self._ragged)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
             elif key.kind == "constrained":

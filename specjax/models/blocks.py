@@ -40,35 +40,48 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 
 
 class Ragged(NamedTuple):
-    """Where the tokens of a block [B, N], whose rows have different lengths, lie among U places without padding.
+    """The numbers of tokens in the rows of a block [B, N], and where they lie among U places without padding.
 
     The layers compute the U tokens of all rows side by side, [1, U, ...]. Only attention and cache entries have the
-    block's shape, [B, N, ...]. With N = 3, U = 5 and lengths [2, 0, 3]: a b . | . . . | c d e  <->  a b c d e. Padding
-    and unused places hold values of arbitrary tokens, which are never read.
+    block's shape, [B, N, ...]. With N = 3, U = 5 and lengths [2, 0, 3]: a b . | . . . | c d e  <->  a b c d e. Unused
+    places are zeros, which products on a CPU skip; padding holds values of arbitrary tokens, which are never read.
+
+    Without `source` the layers compute the block in its own shape, and its padding is zeros.
     """
 
-    source: Int32[Array, "U"]  # index of each place's token in the flattened block, [B * N]
-    place: Int32[Array, "B N"]  # of each token
     length: PerRequest
+    source: Int32[Array, "U"] | None = None  # index of each place's token in the flattened block, [B * N]; or B * N
+    place: Int32[Array, "B N"] | None = None  # of each token
 
     @classmethod
-    def of(cls, length: PerRequest, width: int, tokens: int) -> Ragged:
-        """For rows of `length` tokens, each at most `width`, together at most `tokens`."""
+    def of(cls, length: PerRequest, width: int, tokens: int = 0) -> Ragged:
+        """For rows of `length` tokens, each at most `width`, together at most `tokens` (0: any number)."""
+        if length.shape[0] == 1 or width == 1:  # all padding is at the end, or rows of one request at most
+            return cls(length)
+        tokens = tokens or length.shape[0] * width
         ends = jnp.cumsum(length)
         begins = ends - length
         place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         index = jnp.arange(tokens, dtype=jnp.int32)
         row = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), length.shape[0] - 1)
         source = row * width + jnp.clip(index - begins[row], 0, width - 1)
-        return cls(source, jnp.minimum(place, tokens - 1), length)
+        source = jnp.where(index < ends[-1], source, length.shape[0] * width)
+        return cls(length, source, jnp.minimum(place, tokens - 1))
+
+    def cleared(self, x: Array) -> Array:
+        """x [B, N, ...] with padding of zeros."""
+        there = jnp.arange(x.shape[1])[None, :] < self.length[:, None]
+        return jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def joined(self, x: Array) -> Array:
         """[B, N, ...] -> [1, U, ...]."""
-        return x.reshape(-1, *x.shape[2:]).at[self.source].get(mode="promise_in_bounds")[None]
+        if self.source is None:
+            return x
+        return x.reshape(-1, *x.shape[2:]).at[self.source].get(mode="fill", fill_value=0)[None]
 
     def parted(self, x: Array) -> Array:
         """[1, U, ...] -> [B, N, ...]."""
-        return x[0].at[self.place].get(mode="promise_in_bounds")
+        return x if self.place is None else x[0].at[self.place].get(mode="promise_in_bounds")
 
 
 def joined(before: T | None, block: T) -> T:

@@ -155,7 +155,7 @@ class Decoder(nn.Module):
             x = x * jnp.asarray(self.input_scale, x.dtype)  # rounded, as in Hugging Face's models
         width = c.latent.rope_dim if c.latent else c.head_dim
         if ragged is not None:
-            x, positions = ragged.joined(x), ragged.joined(positions)
+            x, positions = ragged.joined(ragged.cleared(x)), ragged.joined(positions)
         everywhere = rotations(c.rope, width, positions)
         in_windows = everywhere if c.window_rope is None else rotations(c.window_rope, width, positions)
         # Layers of the same shapes share one trace: half the time to the first token.

@@ -160,7 +160,7 @@ class DeltaLayer(Layer):
             mixed, rates = past.ragged.parted(mixed), past.ragged.parted(rates)
         mixed_out, block = delta_net(mixed, rates, w, mask, past.pages.leaves)
         if past.ragged is not None:
-            mixed_out = past.ragged.joined(mixed_out)
+            mixed_out = past.ragged.joined(past.ragged.cleared(mixed_out))
         normed = rms_norm(mixed_out, w["delta_norm"].astype(jnp.float32), self.config.norm_epsilon)
         gated = normed * jax.nn.silu(gate.astype(jnp.float32)).reshape(normed.shape)
         flat = gated.astype(x.dtype).reshape(*x.shape[:2], -1)
