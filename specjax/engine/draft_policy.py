@@ -12,11 +12,12 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
 
 A part that was not drafted lately follows the part before it by their last measured ratio, which fades into that of a
 geometric sequence. So rising acceptance shows in the smallest trees. A request's own acceptance of the first part
-scales all its parts. Seconds are a mean of recent steps; those of other sizes follow `specjax.costs`.
+scales all its parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of
+`specjax.costs`, then of trials.
 
-The size in use changes if another rate is higher by `HYSTERESIS`. Now and then one step runs with another size, to
-measure it; the expected loss of such steps is at most `TRIAL_SHARE` of the time. Both are sizes whose programs are
-compiled; one that is not, but might be faster, is named beside the choice.
+The size in use changes if another rate is higher by `SWITCH_GAIN`. Some steps are trials: at the start a few of each
+size that might be faster, then now and then one of a neighbour. Their expected losses are at most `TRIAL_SHARE` of the
+time. A size without a program that might be faster is named beside the choice.
 
 With `costly_observe` a request drafts in all its steps or in none, as `admit` chooses. Plain Python, independent of
 the device. All but `launched` and `record` only read.
@@ -24,25 +25,28 @@ the device. All but `launched` and `record` only read.
 
 from __future__ import annotations
 
-import functools
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from typing import NamedTuple
+from functools import cache, partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
-import numpy as np
-
-HYSTERESIS = 0.05  # minimum relative gain in rate for a change of N
-TRIAL_SHARE = 0.01  # share of the time that trials may lose
-TRIAL_PAUSE = 16  # minimum number of steps between two trials
-DECAY = 0.9  # weight of a step's time after the next step
+SWITCH_GAIN = 0.02  # minimum relative gain in rate for a change of N, which takes no time
+COMPILE_GAIN = 0.05  # the same for compiling a program
+TRIAL_SHARE = 0.005  # share of the time that trials may lose
+TRIAL_PAUSE = 8  # minimum number of steps between two trials
+FIRST_TRIALS = 6  # steps that measure a size at once if it might be faster; the first run of a program does not count
+HOPE = 0.75  # share of the highest estimated rate that such a size has at least
+DECAY = 0.95  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.98  # weight of a step's acceptance after the next step
 RATIO_DECAY = 0.99  # the same in the ratio of two parts
-STEADY = 0.9 / (1 - DECAY)  # weight of a size that has run in 22 steps
-MAX_STEP_RATIO = 2.5  # longer steps count as this multiple of the mean
+ESTIMATE = 0.5  # weight of an estimated ratio when the first step is measured
+LEARNT = 3.0  # weight of a ratio that changes in trials only
+MAX_STEP_RATIO = 1.25  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 4.0  # steps that a guess of a part's acceptance counts for
 GUESSES = {True: 0.5, False: 0.25}  # first guess of a draft's acceptance, for a drafter with and without a model
@@ -56,10 +60,8 @@ class Mean:
     weight: float = 0.0
     total: float = 0.0
 
-    def add(self, value: float, weight: float = 1.0, most: float | None = None) -> None:
-        """Adds a value, which is clipped to `most` times the mean. Without weight, earlier values fade."""
-        if most is not None and self.weight:
-            value = min(value, most * self.value)
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Adds a value. Without weight, earlier values fade."""
         self.weight, self.total = self.decay * self.weight + weight, self.decay * self.total + weight * value
 
     def towards(self, guess: float, weight: float) -> float:
@@ -78,10 +80,8 @@ class Acceptance:
     def __init__(self, sizes: List[int], guess: float) -> None:
         self.sizes, self._guess = tuple(sizes), guess
         self._parts = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]
-        if self._parts:
-            self._parts[0].add(sum(guess**rank for rank in range(1, sizes[1])), GUESS_STEPS)
         self._ratios = [Mean(RATIO_DECAY) for _ in sizes[1:]]  # of the part to the part before it
-        self.survivals = self._survivals()  # expected number of accepted nodes of each part
+        self._update()
 
     def counts(self, ranks: Iterable[int]) -> list[int]:
         """Number of these ranks in each part."""
@@ -97,36 +97,36 @@ class Acceptance:
             part.add(counts[k], drafted)
             before = counts[k - 1] if k else 1.0
             ratio.add(counts[k] / before if before else 0.0, drafted * before)
-        self.survivals = self._survivals()
+        self._update()
 
-    @property
-    def drafts(self) -> dict[int, float]:
-        """Expected number of accepted nodes below the root, by N."""
-        return dict(zip(self.sizes, accumulate(self.survivals, initial=0.0), strict=True))
-
-    def _survivals(self) -> list[float]:
-        survivals = [part.value for part in self._parts[:1]]
-        for part, ratio in zip(self._parts[1:], self._ratios[1:], strict=True):
-            falling = survivals[0] if self.sizes[1] == 2 else self._guess
-            survivals.append(part.towards(survivals[-1] * ratio.towards(falling, GUESS_STEPS), GUESS_STEPS))
-        return survivals
+    def _update(self) -> None:
+        guess = sum(self._guess**rank for rank in range(1, *self.sizes[1:2])) if self._parts else 0.0
+        self.survivals = [part.towards(guess, GUESS_STEPS) for part in self._parts[:1]]  # accepted nodes of each part
+        chance = min(self.survivals[0], 0.98) if self.sizes[1:2] == (2,) else self._guess
+        sums = [sum(chance**rank for rank in range(*ends)) for ends in pairwise(self.sizes)]
+        for k, part in enumerate(self._parts[1:], start=1):
+            ratio = self._ratios[k].towards(sums[k] / sums[k - 1], GUESS_STEPS)
+            self.survivals.append(part.towards(self.survivals[-1] * ratio, GUESS_STEPS))
+        self.drafts = dict(zip(self.sizes, accumulate(self.survivals, initial=0.0), strict=True))  # of all parts, by N
 
 
 @dataclass
 class Bucket:
     """Measurements of one batch bucket."""
 
-    seconds: dict[int, Mean] = field(default_factory=dict)  # of a step, by N
+    speed: Mean = field(default_factory=partial(Mean, DECAY))  # seconds of a step whose ratio is 1
+    ratios: dict[int, Mean] = field(default_factory=dict)  # of the seconds of a step, by N that has run
     steps: Counter[int] = field(default_factory=Counter)  # number of steps, by N
     latest: dict[int, int] = field(default_factory=dict)  # N -> the last step that it ran
     using: int | None = None  # the choice in use
     savings: float = 0.0  # seconds that the next trial may lose
     since: int = 0  # steps since the last trial
+    trials: int = 0
 
 
 class Choice(NamedTuple):
     nodes: int  # N of the next step
-    trial: bool = False  # it measures a size that is not the best known one
+    trial: float | None = None  # seconds that it is expected to lose, if it measures another size than that in use
     better: int | None = None  # an N without a program that might be faster
 
 
@@ -140,7 +140,7 @@ class DraftPolicy:
     """
 
     def __init__(self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], guess: float) -> None:
-        self._sizes, self._cost = sizes, functools.cache(cost)
+        self._sizes, self._cost = sizes, cache(cost)
         self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), guess)
         self._buckets = defaultdict[int, Bucket](Bucket)
 
@@ -148,24 +148,28 @@ class DraftPolicy:
         """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
         programs that can run; `own`: the `Mean` of each of them that drafts."""
         seconds, bucket = self.seconds(batch), self._buckets[batch]
-        rates = {n: tokens / seconds[n] for n, tokens in self.tokens(batch, requests, own).items()}
+        tokens = self.tokens(batch, requests, own)
+        rates = {n: tokens[n] / seconds[n] for n in tokens}
         ready = {n: rate for n, rate in rates.items() if n in compiled}
         best = max(ready, key=ready.__getitem__)
         using = best if bucket.using not in ready else bucket.using
-        if ready[best] > (1 + HYSTERESIS) * ready[using]:
+        if ready[best] > (1 + SWITCH_GAIN) * ready[using]:
             using = best
+        losses = {n: steps * seconds[n] * max(1 - ready[n] / ready[using], 0.0) for n in ready if n != using}
+        hopes = {n: tokens[n] / self._cost(batch, n) for n in ready}
+        unknown = [n for n in losses if bucket.steps[n] <= FIRST_TRIALS and hopes[n] >= HOPE * max(hopes.values())]
+        larger = [n for n in losses if n > using][: bucket.trials % 2]  # every other time the next larger size
+        tried = min(unknown or larger or losses, key=lambda n: bucket.latest.get(n, 0), default=using)
+        due = bucket.since >= TRIAL_PAUSE * steps and losses.get(tried, 0.0) <= bucket.savings
+        if tried != using and bucket.steps[using] > FIRST_TRIALS and (due or (unknown and steps == 1)):
+            return Choice(tried, trial=losses[tried])
         # A size without a program may cost half of what is expected beyond the next smaller one with a program.
         least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
-        hopes = {n: rates[n] * seconds[n] / ((least[n] + seconds[n]) / 2) for n in least}
-        better = max(hopes, key=hopes.__getitem__, default=None)
-        if better is not None and hopes[better] <= (1 + HYSTERESIS) * rates[using]:
+        faster = {n: tokens[n] / ((least[n] + seconds[n]) / 2) for n in least}
+        better = max(faster, key=faster.__getitem__, default=None)
+        if better is not None and faster[better] <= (1 + COMPILE_GAIN) * rates[using]:
             better = None
-        others = [n for n in ready if n != using]
-        if not others or bucket.since < TRIAL_PAUSE * steps or not bucket.seconds.get(using, Mean(1.0)).weight:
-            return Choice(using, better=better)
-        tried = min(others, key=lambda n: bucket.latest.get(n, 0))
-        loss = steps * seconds[tried] * (1 - ready[tried] / ready[using])
-        return Choice(tried, trial=True) if bucket.savings >= loss else Choice(using, better=better)
+        return Choice(using, better=better)
 
     def admit(self, batch: int, steps: int) -> bool:
         """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
@@ -179,51 +183,51 @@ class DraftPolicy:
         return (requests + forced) / self.seconds(batch)[nodes] > requests / self.seconds(batch)[1]
 
     def seconds(self, batch: int) -> dict[int, float]:
-        """Expected seconds of a step by N; in the unit of `cost` before any step has run."""
-        means = {n: mean.value for n, mean in sorted(self._buckets[batch].seconds.items()) if mean.weight}
-        # Other load only adds time, so a smaller tree takes no more than a larger one did.
-        measured = {n: min(seconds for m, seconds in means.items() if m >= n) for n in means}
-        if len(measured) == len(self._sizes[batch]):
-            return measured
-        factors = {n: seconds / self._cost(batch, n) for n, seconds in measured.items()} or {1: 1.0}
-        expected = dict[int, float]()
+        """Expected seconds of a step by N; in the unit of `cost` before any step was measured."""
+        bucket, expected = self._buckets[batch], dict[int, float]()
+        speed, ratio, factor = bucket.speed.value if bucket.speed.weight else 1.0, 0.0, 1.0
         for n in self._sizes[batch]:
-            estimated = float(np.interp(n, [*factors], [*factors.values()])) * self._cost(batch, n)
-            least = max((seconds for smaller, seconds in measured.items() if smaller < n), default=0.0)
-            expected[n] = measured.get(n, max(estimated, least))
+            if n in bucket.ratios and bucket.ratios[n].weight > ESTIMATE:
+                ratio = bucket.ratios[n].value
+                factor = ratio / self._cost(batch, n)
+            else:  # as wrong as the estimate of the next smaller size, and not below what that takes
+                ratio = max(factor * self._cost(batch, n), ratio)
+            expected[n] = speed * ratio
         return expected
 
     def tokens(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
         """Expected tokens of a step by N."""
-        first = max(next(iter(self.acceptance.survivals), 1.0), 1e-6)
-        scale = sum(mean.towards(first, OWN_STEPS) for mean in own) / first
-        drafts = self.acceptance.drafts
+        drafts, first = self.acceptance.drafts, max(self.acceptance.survivals[:1], default=1.0)
+        scale = sum(mean.towards(first, OWN_STEPS) for mean in own) / max(first, 1e-6)
         return {n: requests + scale * drafts[n] for n in self._sizes[batch]}
 
-    def launched(self, batch: int, nodes: int, *, trial: bool) -> None:
+    def launched(self, batch: int, nodes: int, *, trial: float | None) -> None:
         """Notes a choice that is carried out."""
         bucket = self._buckets[batch]
         bucket.steps[nodes] += 1
         bucket.latest[nodes] = bucket.steps.total()
-        if trial:
-            bucket.since, bucket.savings = 0, 0.0
-        else:
+        if trial is None:
             bucket.using = nodes
+        else:
+            bucket.since, bucket.trials, bucket.savings = 0, bucket.trials + 1, max(bucket.savings - trial, 0.0)
 
     def record(
         self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Mean, Iterable[int]]]
     ) -> None:
-        """Records a step of N nodes.
-
-        Args:
-            seconds: its duration; None: unknown, or something compiled beside it.
-            drafted: the `Mean` of each request that it drafted for and whose text no limit or stop token cut, with the
-                ranks of its accepted nodes.
-        """
+        """Records a step of N nodes. `seconds`: None if unknown, or something compiled beside it; `drafted`: the `Mean`
+        of each request that it drafted for and whose text no limit or stop token cut, with its accepted ranks."""
         bucket = self._buckets[batch]
         bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * (seconds or 0.0)
-        if seconds is not None:
-            self._time(bucket, nodes, seconds)
+        if nodes not in bucket.ratios:  # the first run of a program takes longer
+            estimate = self._cost(batch, nodes)
+            bucket.ratios[nodes] = Mean(DECAY, ESTIMATE, ESTIMATE * estimate)
+        elif seconds is not None:
+            ratio, speed = bucket.ratios[nodes], bucket.speed
+            seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
+            if not speed.weight or (nodes == bucket.using and ratio.weight > LEARNT):
+                speed.add(seconds / ratio.value)
+            else:
+                ratio.add(seconds / speed.value)
         counts = list[list[int]]()
         for own, ranks in drafted:
             counts.append(self.acceptance.counts(ranks))
@@ -232,23 +236,14 @@ class DraftPolicy:
             means = [sum(part) / len(counts) for part in zip(*counts, strict=True)]
             self.acceptance.add(nodes, means, float(len(counts)))
 
-    def _time(self, bucket: Bucket, nodes: int, seconds: float) -> None:
-        if nodes not in bucket.seconds:  # the first run of a program takes longer
-            bucket.seconds[nodes] = Mean(DECAY)
-            return
-        mean = bucket.seconds[nodes]
-        steady = nodes == bucket.using and mean.weight > STEADY
-        before = mean.value if steady else 1.0
-        mean.add(seconds, most=MAX_STEP_RATIO)
-        if steady:  # the other sizes follow the machine's speed
-            for n, other in bucket.seconds.items():
-                other.total *= mean.value / before if n != nodes else 1.0
-
-    def table(self) -> list[dict[str, int | float]]:
-        """Measurements of every bucket that has run: expected seconds and tokens of a request, and steps, by N."""
-        drafts = self.acceptance.drafts
-        return [
-            {"batch": batch, "nodes": n, "seconds": seconds, "tokens": 1 + drafts[n], "steps": bucket.steps[n]}
-            for batch, bucket in sorted(self._buckets.items()) if bucket.steps
-            for n, seconds in self.seconds(batch).items()
-        ]  # fmt: skip
+    def table(self) -> list[dict[str, Any]]:
+        """What is known of each size of the buckets that have run: seconds of a step (None: nothing is measured in this
+        bucket), expected tokens of a request, and steps."""
+        rows = list[dict[str, Any]]()
+        for batch, bucket in sorted(self._buckets.items()):
+            for n, seconds in self.seconds(batch).items() if bucket.steps else ():
+                row = {"batch": batch, "nodes": n, "seconds": seconds if bucket.speed.weight else None}
+                row["measured"] = n in bucket.ratios and bucket.steps[n] > 1
+                row |= {"tokens": 1 + self.acceptance.drafts[n], "steps": bucket.steps[n], "using": n == bucket.using}
+                rows.append(row)
+        return rows

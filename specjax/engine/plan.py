@@ -124,6 +124,7 @@ class Buckets:
     ready_nodes: int = READY_NODES["gpu"]
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
     free_tokens: int = FREE_TOKENS["cpu"]
+    ragged: bool = False  # padding costs nothing
 
     @classmethod
     def build(
@@ -148,7 +149,7 @@ class Buckets:
         nested = dict[int, tuple[int, ...]]()
         for n in trees.values():
             if adaptive and n > 1:
-                smaller = () if unlimited else SIZES if kind == "cpu" else (-(-n // 4),)
+                smaller = () if unlimited else SIZES if kind == "cpu" else (-(-n // 4), -(-n // 2))
                 nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n)}))
         nodes = {1, *trees.values(), *chain(*nested.values())}
         return cls(
@@ -163,6 +164,7 @@ class Buckets:
             ready_nodes=READY_NODES[kind],
             ahead=kind == "gpu",
             free_tokens=FREE_TOKENS[kind],
+            ragged=kind == "cpu" and ragged,
         )
 
     def batch(self, count: int) -> int:
@@ -333,7 +335,7 @@ class Batch(NamedTuple):
     lengths: tuple[int, ...] = ()  # for a prefill: tokens of each prompt
     drafted: frozenset[str] = frozenset()  # for a step: requests that it may draft for
     forced: Mapping[str, tuple[int, ...]] = {}  # tokens forced by a grammar, which replace drafts
-    trial: bool = False  # the step measures a number of nodes that is not the best known one
+    trial: float | None = None  # for a step: see `Choice`
 
 
 @dataclass(frozen=True)
@@ -388,9 +390,9 @@ def _prefill(prompts: list[Prompt], most: int | None, ready: Ready, buckets: Buc
     kind = "scoring" if prompts[0].scores else "prefill"
 
     def rate(key: Key) -> float:
-        taken = zip(key.lengths(left), left, strict=False)
-        computed = sum(tokens if tokens == whole else PART * tokens for tokens, whole in taken)
-        return computed / (key.size + buckets.free_tokens)
+        lengths = key.lengths(left)
+        computed = sum(n if n == whole else PART * n for n, whole in zip(lengths, left, strict=False))
+        return computed / ((sum(lengths) if buckets.ragged else key.size) + buckets.free_tokens)
 
     sizes = [key for table in buckets.tables_for(prompts[0].pages) for key in buckets.prefills(kind, table)]
     usable = [key for key in _possible(sizes, ready) if ready.runs(key)]
@@ -463,7 +465,7 @@ def _step(requests: list[Running], ready: Ready, buckets: Buckets, drafting: Dra
     runs, part = bool(usable) or key in ready.failed, requests[: key.width]
     forced = _forced(part, buckets.depths.get(key.nodes, 0)) if kind == "constrained" else {}
     return Batch(
-        key, tuple(request.id for request in part), runs, wanted, forced=forced, trial=trial and whole,
+        key, tuple(request.id for request in part), runs, wanted, forced=forced, trial=trial if whole else None,
         drafted=frozenset(r.id for r in part if key.nodes > 1 and (r.drafts or r.id in forced)),
     )  # fmt: skip
 
