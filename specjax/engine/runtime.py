@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from copy import copy
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from time import perf_counter
 from typing import NamedTuple
 
@@ -47,22 +47,14 @@ class Flights(deque[InFlight]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._compiled, self._last_read = 0, 0.0
-        self._untimed = 0  # number of next flights that may have ended while something compiled
+        self._last_read = 0.0
 
-    def seconds(self, flight: InFlight, compiled: int) -> float | None:
-        """Duration of a program whose output has just been read; None: something compiled meanwhile, or all its
-        requests had ended, so that it may have been left unread. `compiled`: number of compiled programs."""
+    def seconds(self, flight: InFlight) -> float | None:
+        """Duration of a program whose output has just been read; None: all its requests had ended, so that it may have
+        been left unread."""
         begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
-        before, self._compiled = self._compiled, compiled
-        if before != self._compiled:  # later flights may have ended long ago, too, and would seem to take no time
-            self._untimed = 1 + len(self)
-        if self._untimed:
-            self._untimed -= 1
-            return None
-        if flight.sequences and all(sequence.status is Status.FINISHED for sequence in flight.sequences):
-            return None
-        return self._last_read - begun
+        ended = flight.sequences and all(sequence.status is Status.FINISHED for sequence in flight.sequences)
+        return None if ended else self._last_read - begun
 
 
 @dataclass
@@ -72,40 +64,43 @@ class Counters:
     prefilled_sequences: int = 0  # a resumed sequence counts again
     prefilled_tokens: int = 0
     cached_tokens: int = 0  # context tokens from the prefix cache
-    steps: int = 0  # decode steps dispatched
+    nodes: Counter[int] = field(default_factory=Counter)  # decode steps dispatched, by N
     verifications: int = 0  # of one sequence in one step
     drafted_steps: int = 0  # verifications that could draft
     verified: int = 0  # tokens emitted by verifications
     generated: int = 0  # all tokens emitted
-    own_steps: int = 0  # drafted steps of sequences without a grammar, whose forced tokens count as drafts
+    drafts: int = 0  # nodes of their trees, without the roots
+    own_drafts: int = 0  # the same for sequences without a grammar, whose forced tokens count as drafts
     own_accepted: int = 0  # accepted drafts in these
-    accepted_at: list[int] = field(default_factory=list)  # accepted drafts, by depth - 1
+    accepted_at: Counter[int] = field(default_factory=Counter)  # accepted drafts, by depth - 1
 
-    def count(self, tokens: int, *, verified: bool, drafted: bool, free: bool) -> None:
-        """Counts the tokens of a sequence from a prefill or, `verified`, from a step, which could draft for it if
-        `drafted`. `free`: the sequence has no grammar."""
+    def count(self, tokens: int, *, verified: bool, nodes: int, free: bool) -> None:
+        """Counts the tokens of a sequence from a prefill or, `verified`, from a step. `nodes`: N of the tree that the
+        step could draft for it, else 1; `free`: the sequence has no grammar."""
         self.generated += tokens
         if verified:
             self.verifications += 1
-            self.drafted_steps += drafted
+            self.drafted_steps += nodes > 1
+            self.drafts += nodes - 1
             self.verified += tokens
-            if drafted and free:
-                self.own_steps += 1
+            if nodes > 1 and free:
+                self.own_drafts += nodes - 1
                 self.own_accepted += tokens - 1
-            self.accepted_at += [0] * (tokens - 1 - len(self.accepted_at))
-            for depth in range(tokens - 1):
-                self.accepted_at[depth] += 1
+            self.accepted_at.update(range(tokens - 1))
 
     @classmethod
     def sum(cls, several: Iterable[Counters]) -> Counters:
         """Adds the counters of several engines."""
         total = cls()
         for counters in several:
-            for name, value in vars(counters).items():
-                if name != "accepted_at":
-                    setattr(total, name, getattr(total, name) + value)
-            total.accepted_at = [*map(sum, zip_longest(total.accepted_at, counters.accepted_at, fillvalue=0))]
+            for name, value in vars(counters).items():  # copied, since the engine's thread may add keys meanwhile
+                setattr(total, name, getattr(total, name) + copy(value))
         return total
+
+    @property
+    def steps(self) -> int:
+        """Decode steps dispatched."""
+        return self.nodes.total()
 
     @property
     def accept_length(self) -> float:
@@ -173,7 +168,7 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
             inputs = constrained_input(inputs, sequences, trees, batch.forced, runtime.vocab_size, seconds)
         if runtime.policy is not None and runtime.buckets.drafts(key.width):
             runtime.policy.launched(key.width, key.nodes, trial=batch.trial)
-        runtime.counters.steps += 1
+        runtime.counters.nodes[key.nodes] += 1
     else:
         chunks = [(n, runtime.scheduler.snapshot(each, n)) for each, n in zip(sequences, batch.lengths, strict=True)]
         inputs = prefill_input(key, sequences, chunks, runtime.rows, runtime.pages)
@@ -215,7 +210,7 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
     wanted = any(sequence.params.logprobs is not None for sequence in sequences)
     with TraceAnnotation("wait"):
         read = read_output(runtime.device, flight.output, logprobs=wanted)
-    seconds = runtime.flights.seconds(flight, len(runtime.programs.ready().compiled))
+    seconds = runtime.flights.seconds(flight)
     _record_step(runtime, flight, read, seconds)
     ended, restarted = list[Sequence](), list[Sequence]()
     for i, (sequence, tokens, finish) in enumerate(zip(sequences, read.tokens, read.finish, strict=False)):
@@ -239,7 +234,7 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
         stepped, drafted = key.verifies and bool(tokens), sequence.id in flight.batch.drafted
         # Of a forced end, only the first token stands for one that the step emitted.
         count, free = min(kept, len(tokens) - forced + 1), sequence.params.grammar is None
-        runtime.counters.count(count, verified=stepped, drafted=drafted, free=free)
+        runtime.counters.count(count, verified=stepped, nodes=key.nodes if drafted else 1, free=free)
         sequence.output.drafted_steps += stepped and drafted
         if sequence.output.finish_reason is not None:
             ended.append(sequence)
@@ -262,7 +257,9 @@ def _record_step(runtime: Runtime, flight: InFlight, read: Read, seconds: float 
         for sequence, ranks, finish in zip(flight.sequences, read.ranks, read.finish, strict=False)
         if sequence.id in flight.batch.drafted and finish == RUNS
     ]
-    runtime.policy.record(key.width, key.nodes, None if runtime.programs.compiles else seconds, drafted)
+    if flight.launched < runtime.programs.quiet_since:
+        seconds = None
+    runtime.policy.record(key.width, key.nodes, seconds, drafted)
 
 
 def take(

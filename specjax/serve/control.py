@@ -117,6 +117,8 @@ def rank_state(rank: Runner) -> dict[str, Any]:
         "cached_tokens": values["cached_tokens"],
         "cache_hit_rate": round(values["cache_hit_rate"], 4),
         "generated_tokens": values["generation_tokens"],
+        # How many nodes steps have, and why; empty if the engine does not choose.
+        "speculative_sizes": engine.policy.table() if engine.policy is not None else [],
     }
 
 
@@ -174,8 +176,6 @@ def server_info(ranks: List[Runner], settings: ServerSettings, model: str) -> di
         "ep_size": engines[0].config.expert_parallel,
         "engine": dataclasses.asdict(engines[0].config),
         "server": server,
-        # How many nodes steps have, and why; empty if the engine does not choose.
-        "speculative_sizes": engines[0].policy.table() if engines[0].policy is not None else [],
         "internal_states": [rank_state(rank) for rank in ranks],
     }
 

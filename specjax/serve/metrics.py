@@ -7,12 +7,13 @@ engine on request. The engine's thread records latencies after each step.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -128,7 +129,6 @@ def read(replicas: List[Replica]) -> list[_Value]:
     waiting = sum(len(engine.scheduler.waiting) for engine in engines)
     total, used = sum(engine.intake.pool_tokens for engine in engines), sum(map(_used_tokens, engines))
     context = counters.prefilled_tokens + counters.cached_tokens
-    places, drafted = counters.own_steps * max(drafter.width - 1, 1), counters.drafted_steps
     return [
         _Value("num_running_reqs", GAUGE, "Requests that run.", running),
         _Value("num_queue_reqs", GAUGE, "Requests that wait.", waiting),
@@ -140,7 +140,7 @@ def read(replicas: List[Replica]) -> list[_Value]:
                counters.cached_tokens / context if context else 0.0),
         _Value("spec_accept_length", GAUGE, "Tokens a verification, since the start.", counters.accept_length),
         _Value("spec_accept_rate", GAUGE, "Share of the drafted tokens that were accepted, since the start.",
-               counters.own_accepted / places if places else 0.0),
+               counters.own_accepted / max(counters.own_drafts, 1)),
         _Value("spec_num_draft_tokens", GAUGE, "Nodes of the widest draft tree.", drafter.width),
         _Value("spec_num_steps", GAUGE, "Depth of the deepest draft tree.", drafter.depth),
         _Value("max_total_num_tokens", GAUGE, "Tokens that the pool holds.", total),
@@ -153,9 +153,10 @@ def read(replicas: List[Replica]) -> list[_Value]:
                sum(traffic.requests for traffic in traffics)),
         _Value("num_aborted_requests", COUNTER, "Requests that ended early.",
                sum(traffic.aborted for traffic in traffics)),
-        _Value("spec_decode_num_drafts", COUNTER, "Steps of a request that could draft.", drafted, (VLLM,)),
+        _Value("spec_decode_num_drafts", COUNTER, "Steps of a request that could draft.",
+               counters.drafted_steps, (VLLM,)),
         _Value("spec_decode_num_draft_tokens", COUNTER, "Nodes of their trees, without the root.",
-               drafted * (drafter.width - 1), (VLLM,)),
+               counters.drafts, (VLLM,)),
         _Value("spec_decode_num_accepted_tokens", COUNTER, "Accepted drafts.", counters.accepted, (VLLM,)),
     ]  # fmt: skip
 
@@ -164,7 +165,8 @@ def read_depths(replicas: List[Replica]) -> Metric:
     """Accepted drafts by their depth, with vLLM's name."""
     name = f"{VLLM}spec_decode_num_accepted_tokens_per_pos"
     family = CounterMetricFamily(name, "Accepted drafts by depth.", labels=["model_name", "position"])
-    for position, accepted in enumerate(Counters.sum(replica.engine.counters for replica in replicas).accepted_at):
+    counters = Counters.sum(replica.engine.counters for replica in replicas)
+    for position, accepted in sorted(counters.accepted_at.items()):
         family.add_metric([replicas[0].traffic.model, str(position)], accepted)
     return family
 
@@ -207,20 +209,24 @@ def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
 
 logger = logging.getLogger("specjax.serve")
 
+SIZES_SECONDS = 10.0  # minimum time between two lines about the draft sizes of a batch bucket
+
 
 class Report:
     """Writes log lines about an engine after its steps. Never accesses the device."""
 
     def __init__(self, engine: Engine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._last = replace(engine.counters)  # after the last step
+        self._last = Counters.sum([engine.counters])  # after the last step
         self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
         self._retracted = 0
         self._idle = True
         self.throughput = 0.0  # tokens a second in the last line about decoding
+        self._ran = Counter[tuple[int, int]]()  # steps by batch bucket and N, at the last line about decoding
+        self._sizes = dict[int, tuple[int, float]]()  # batch bucket -> N in its last line about sizes, and its time
 
     def after_step(self) -> None:
-        engine, now = self._engine, replace(self._engine.counters)
+        engine, now = self._engine, Counters.sum([self._engine.counters])
         new = now.prefilled_tokens - self._last.prefilled_tokens
         retracted = engine.scheduler.retractions - self._retracted
         if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
@@ -251,5 +257,34 @@ class Report:
             rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
             self.throughput = rate
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
+            if engine.drafter.width > 1:
+                nodes, total = now.nodes - before.nodes, now.steps - before.steps
+                shares = (f"{n} {count / total:.0%}" for n, count in sorted(nodes.items()))
+                queue += f", nodes: {', '.join(shares)}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
             self._decoded, self._since = now, time.perf_counter()
+            if engine.policy is not None:
+                self._write_sizes(engine.policy.table())
+
+    def _write_sizes(self, table: List[Mapping[str, Any]]) -> None:
+        """Writes why the batch bucket that ran most since the last call uses its N, if that N has changed. `table`: of
+        the policy."""
+        ran = Counter({(row["batch"], row["nodes"]): row["steps"] for row in table})
+        new, self._ran, now = ran - self._ran, ran, time.perf_counter()
+        batch, nodes = max(new, key=new.__getitem__, default=(0, 0))
+        using = {row["batch"]: row["nodes"] for row in table if row["using"]}
+        last, since = self._sizes.get(batch, (0, -math.inf))
+        if using.get(batch) != nodes or nodes == last or now - since < SIZES_SECONDS:
+            return
+        self._sizes[batch] = nodes, now
+        requests = "1 request" if batch == 1 else f"up to {batch} requests"
+        sizes = ", ".join(_size(row) for row in table if row["batch"] == batch)
+        logger.info("Draft sizes for %s: %s", requests, sizes)
+
+
+def _size(row: Mapping[str, Any]) -> str:
+    """Describes a row of `DraftPolicy.table`: the seconds of a step, and its expected tokens for each request."""
+    nodes, seconds, estimated = row["nodes"], row["seconds"], "" if row["measured"] else "about "
+    duration = "not measured" if seconds is None else f"{estimated}{1000 * seconds:.2f} ms"
+    count = "1 node" if nodes == 1 else f"{nodes} nodes"
+    return f"{count} {duration} {row['tokens']:.2f} tokens" + " (in use)" * row["using"]

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 import socket
+from collections import Counter
 from pathlib import Path
 
 import jax
 import pytest
 from body_helpers import COMPLETE, GENERATE, HELLO
-from engine_helpers import make_engine, tokenizer, toy
+from engine_helpers import NGRAM, force_drafts, make_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS, Running, braked, check_error, in_background, running, slow_down, wait_until
 
 from specjax.acceptance import AcceptAbove
 from specjax.cli import serve as command
+from specjax.engine import SamplingParams
 from specjax.engine.runtime import Counters
 from specjax.serve.errors import ABORTED
 from specjax.serve.metrics import SECONDS as BUCKETS
-from specjax.serve.metrics import Latencies
+from specjax.serve.metrics import Latencies, Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,10 +147,59 @@ def test_flush_is_refused_while_a_request_runs(server):
 def test_counts_of_forced_tokens():
     """Tokens that a grammar forces say nothing about the drafter."""
     counters = Counters()
-    for accepted, drafted, free in ((3, True, False), (1, True, True), (2, False, True)):
-        counters.count(accepted, verified=True, drafted=drafted, free=free)
-    assert (counters.drafted_steps, counters.accepted) == (2, 3)
-    assert (counters.own_steps, counters.own_accepted) == (1, 0)
+    for tokens, nodes, free in ((3, 4, False), (1, 2, True), (2, 3, True), (1, 1, True)):
+        counters.count(tokens, verified=True, nodes=nodes, free=free)
+        counters.nodes[nodes] += 1
+    assert (counters.drafted_steps, counters.drafts, counters.accepted) == (3, 6, 3)
+    assert (counters.own_drafts, counters.own_accepted) == (3, 1)
+    both = Counters.sum([counters, counters])
+    counters.nodes[9] += 1
+    assert both.nodes == dict.fromkeys((1, 2, 3, 4), 2) and (both.steps, both.drafts) == (8, 12)
+    assert both.accepted_at == {0: 4, 1: 2}
+
+
+# Draft sizes.
+
+
+def test_log_of_draft_sizes(caplog, monkeypatch):
+    """Shares of steps, and why a size is in use when it has changed; in `/get_server_info`, too."""
+    caplog.set_level("INFO", "specjax.serve")
+    monkeypatch.setattr("specjax.serve.metrics.SIZES_SECONDS", math.inf)
+    engine = make_engine(toy(), NGRAM, warm=False, adaptive=True, max_running_requests=1)
+    engine.warm_up(progress=False)
+    report, rare, before = Report(engine, interval=8), 1, 0
+    force_drafts(engine, lambda: ((engine.counters.steps - before) % 4 == 0) == (rare > 1))
+
+    def lines() -> list[str]:
+        """Lines about steps of a request in which one step of four has `rare` nodes."""
+        nonlocal before
+        before = engine.counters.steps
+        caplog.clear()
+        engine.add("hello", SamplingParams(max_new_tokens=100, ignore_eos=True))
+        while engine.unfinished:
+            engine.step()
+            report.after_step()
+        return [record.getMessage() for record in caplog.records if "Prefill" not in record.getMessage()]
+
+    most = engine.drafter.width
+    decode, sizes, *more = lines()
+    assert decode.endswith(f"#queue-req: 0, nodes: 1 25%, {most} 75%")
+    row = r"(about )?[\d.]+ ms [\d.]+ tokens"
+    assert re.fullmatch(rf"Draft sizes for 1 request: 1 node {row}, {most} nodes {row} \(in use\)", sizes)
+    rare = most
+    more += lines()
+    assert more[-1].endswith(f"nodes: 1 75%, {most} 25%")
+    assert not any(line.startswith("Draft sizes") for line in more), "too soon"
+    monkeypatch.setattr("specjax.serve.metrics.SIZES_SECONDS", 0.0)
+    (sizes,) = (line for line in lines() if line.startswith("Draft sizes"))
+    assert re.fullmatch(rf"Draft sizes for 1 request: 1 node {row} \(in use\), {most} nodes {row}", sizes)
+
+    with running(engine) as server:
+        (state,) = server.get("/get_server_info").json()["internal_states"]
+    names = {"batch", "nodes", "seconds", "measured", "tokens", "steps", "using"}
+    table = state["speculative_sizes"]
+    assert all(row.keys() == names for row in table)
+    assert engine.counters.nodes == Counter({row["nodes"]: row["steps"] for row in table})
 
 
 # Metrics.
@@ -209,8 +262,11 @@ def test_metrics_of_completed_requests(server):
     assert increase("sglang:cached_tokens_total") == hits
     assert increase("sglang:num_requests_total") == 2 and increase("sglang:num_aborted_requests_total") == 0
     assert after["sglang:spec_accept_length"] == pytest.approx(counters.verified / counters.verifications)
-    assert sum(counters.accepted_at) == counters.accepted
-    assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
+    drafts = after["vllm:spec_decode_num_draft_tokens_total"]
+    assert drafts == counters.drafted_steps * (server.engine.drafter.width - 1)
+    assert after["specjax:spec_accept_rate"] == pytest.approx(counters.own_accepted / drafts)
+    by_depth = [counters.accepted_at[depth] for depth in range(len(counters.accepted_at))]
+    assert sum(by_depth) == counters.accepted and by_depth == sorted(by_depth, reverse=True)
 
 
 def test_observe_equal():

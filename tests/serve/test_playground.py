@@ -249,6 +249,9 @@ def test_conversation_by_keyboard(page: Browser, server: Running):
     page.click("#again")
     answered(page, 2)
     assert spans(page) == tokens and len(page.texts("article")) == 4, "the same seed, the same text"
+    entries = "return performance.getEntriesByType('resource').filter((e) => e.name.endsWith('get_server_info')).length"
+    page.wait(lambda: page.script(entries) == 1 + 3)  # one at the start, one after each answer
+    assert page.script("return document.getElementById('sizes').hidden"), "each step has the same size"
     page.click("#marked")
     assert page.script("return !document.querySelector('.origins')")
     assert page.texts("article.user > div") == [QUESTION, "b\nc"]
@@ -338,3 +341,28 @@ def test_texts_are_not_markup(page: Browser):
     assert spans(page) == [(evil, False), ("hm", True), ("\n", False)]
     assert page.texts("article.user > div") == [evil] and page.texts("#evil, article img") == []
     assert page.script("return document.getElementById('prompt').value") == ""
+
+
+def test_sizes_of_trees(page: Browser):
+    stream = {"Content-Type": "text/event-stream"}
+    plain = {"batch": 1, "nodes": 1, "seconds": 0.0039, "measured": True, "tokens": 1.0, "steps": 20, "using": False}
+    tree = plain | {"nodes": 2, "seconds": 0.0051234, "measured": False, "tokens": 1.581, "steps": 60, "using": True}
+    other = plain | {"batch": 4, "seconds": None, "measured": False}
+
+    def shown(*replicas: list[dict[str, Any]]) -> list[str]:
+        """The rows after an answer, if the replicas have these sizes; without any, the table must be hidden."""
+        info = {"internal_states": [{"speculative_sizes": sizes} for sizes in replicas]}
+        answer_with(page, (200, stream, "data: [DONE]\n\n"), (200, {}, json.dumps(info)))
+        say(page, "hello")
+        page.wait(lambda: page.script("return document.getElementById('sizes').hidden") == (not any(replicas)))
+        cells = "(row) => [...row.cells].map((cell) => cell.textContent).join()"
+        return page.script(f"return [...document.querySelectorAll('#sizes tr')].map({cells})")
+
+    head, first, second = shown([plain, tree])
+    assert (head, first, second) == ("nodes,ms,tokens,steps", "1,3.90,1.00,25%", "2 ✓,≈5.12,1.58,75%")
+    assert page.texts("#sizes tr.using th[scope=row]") == ["2 ✓"]
+    shown([])
+    assert shown([plain, other], [tree]) == [
+        "replica,batch,nodes,ms,tokens,steps", "0,1,1,3.90,1.00,20%", "0,4,1,–,1.00,20%",
+        "1,1,2 ✓,≈5.12,1.58,60%",
+    ]  # fmt: skip

@@ -211,7 +211,7 @@ def test_log_of_a_start_and_of_steps(shared):
     )
     shared.process.wait_for(
         STAMP + r"Decode batch\. #running-req: 1, #token: \d+, token usage: 0\.\d\d, accept len: [1-4]\.\d\d, "
-        r"gen throughput \(token/s\): \d+\.\d\d, #queue-req: 0$"
+        r"gen throughput \(token/s\): \d+\.\d\d, #queue-req: 0, nodes: \d \d+%(, \d \d+%)*$"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from engine_helpers import make_engine, shared_engine, toy
@@ -15,6 +16,7 @@ from server_helpers import SECONDS, Running, braked, in_background, running, wai
 from specjax.cli import build
 from specjax.cli.flags import EngineSettings, ServerSettings, Settings
 from specjax.engine import Engine
+from specjax.engine.draft_policy import DraftPolicy
 from specjax.fleet.replicas import Replicas
 from specjax.serve.errors import ENGINE_STUCK, FAILED_STEP, State
 from specjax.serve.runner import EngineStuck
@@ -107,12 +109,16 @@ def test_choices_and_streams_of_one_request(server):
     assert parts == whole
 
 
-def test_info_and_loads_of_replicas(server, engines):
+def test_info_and_loads_of_replicas(server, engines, monkeypatch):
     server.wait_idle()
+    policy = create_autospec(DraftPolicy, instance=True)
+    policy.table.return_value = [{"nodes": 2}]
+    monkeypatch.setattr(engines[1].runtime, "policy", policy)
     info, loads, old = (server.get(path).json() for path in ("/server_info", "/v1/loads", "/get_load"))
     assert info["dp_size"] == len(info["internal_states"]) == 2
     for engine, state in zip(engines, info["internal_states"], strict=True):
         assert state["generated_tokens"] == engine.counters.generated
+    assert [state["speculative_sizes"] for state in info["internal_states"]] == [[], [{"nodes": 2}]]
     assert info["verify_steps"] == sum(engine.counters.verifications for engine in engines)
     assert loads["dp_rank_count"] == 2 and [load["dp_rank"] for load in loads["loads"]] == [0, 1]
     assert [load["dp_rank"] for load in old] == [0, 1]
