@@ -35,7 +35,6 @@ from records import DATA, finish, machine, read_prompts
 from tqdm import tqdm
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
-from specjax.bench.methods import complete
 from specjax.bench.run import compare_texts, logit_gap
 from specjax.checkpoint import hub
 
@@ -58,8 +57,9 @@ def make_engine(model: str, algorithm: str) -> Engine:
 
 def engine_contender(engine: Engine) -> Contender:
     def run(prompt: list[int], count: int) -> tuple[list[int], float]:
-        completions, seconds = complete(engine, [prompt], [SamplingParams(max_new_tokens=count, ignore_eos=True)])
-        return completions[0].output_ids, seconds
+        started = perf_counter()
+        completion = engine.generate(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        return completion.output_ids, perf_counter() - started
 
     return run
 

@@ -29,7 +29,7 @@ class BenchSettings:
     methods: tuple[str, ...] = setting(
         ("none", "NGRAM", "AUTO"),
         "ALGORITHM[:option=value,...], module:function; name=... is the name in tables, "
-        "adaptive=on drafts only in steps with a measured gain",
+        "adaptive=off drafts alike in every step",
         metavar="METHOD",
     )  # fmt: skip
     sets: tuple[str, ...] = setting(
@@ -128,15 +128,19 @@ def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
     return {**surroundings(models, modules), "model": dict(vars(chosen.model)), **shared}
 
 
-def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
-    """Measures, prints and writes. Returns the command's summary."""
+def compare(
+    chosen: Settings, *, progress: bool, plan: Plan | None = None, source: Source | None = None
+) -> dict[str, Any]:
+    """Measures, prints and writes. Returns the command's summary. `plan`, `source`: by default those of the settings;
+    others may have methods that are not ours."""
     started = time.perf_counter()
-    plan, picture = make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
+    plan, picture = plan or make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
     head = machine("jaxlib", "flax")
-    experiment = Experiment(plan, Source(dict(vars(chosen.model)), progress=progress), log, progress=progress)
+    source = source or Source(dict(vars(chosen.model)), progress=progress)
+    experiment = Experiment(plan, source, log, progress=progress)
     for name, ids in experiment.left_out.items():
         print(f"{name}: {len(ids)} conversations are left out, which exceed the model's context", file=sys.stderr)
     experiment.run()

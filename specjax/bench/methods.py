@@ -1,6 +1,6 @@
 """Methods of decoding: their names on a command line, and the engines that run them.
 
-    NGRAM   EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32   AUTO:adaptive=on   module:function
+    NGRAM   EAGLE3:path=FOLDER,steps=5,topk=8,nodes=32   AUTO:adaptive=off   module:function
 
 docs/bench.md has all of them. Options are named as the fields of the algorithm's class, such as `specjax.Eagle3`.
 """
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from specjax.acceptance import SyntheticAcceptance
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft, load_drafter, make_speculation
 from specjax.drafters.factories import CHOICES, algorithm, algorithms
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.config import EngineConfig
+from specjax.engine.sequence import Status, completion
 from specjax.limits import check_value
 from specjax.load import LoadedModel, load, use_compilation_cache
 from specjax.models.target import Target
@@ -37,7 +39,7 @@ class Method:
     drafter: str | None = None  # module:function
     verifier: str | None = None  # module:function
     rates: tuple[float, ...] = ()  # of `SyntheticAcceptance`
-    adaptive: bool = False  # draft only in steps where the engine measures a gain
+    adaptive: bool | None = None  # the engine chooses the nodes of each step; None: as `EngineConfig.adaptive`
 
     @property
     def draft_path(self) -> str | None:
@@ -93,19 +95,19 @@ def _parse(text: str) -> Method:
             raise ValueError(f"{key} is given twice")
         options[key] = value
     name = options.pop("name", None)
-    verifier, switch = options.pop("verifier", None), options.pop("adaptive", "off").lower()
+    verifier, switch = options.pop("verifier", None), options.pop("adaptive", "").lower()
     synthetic = options.pop("acceptance", "")
     if verifier and synthetic:
         raise ValueError("verifier and acceptance exclude each other")
     rates = SyntheticAcceptance(tuple(map(float, synthetic.split("/")))).rates if synthetic else ()
-    if switch not in SWITCH:
+    if switch and switch not in SWITCH:
         raise ValueError(f"adaptive must be on or off, got {switch!r}")
-    adaptive = SWITCH[switch]
+    adaptive = SWITCH.get(switch)
     if drafter and options:
         raise ValueError(f"a custom drafter has no option {min(options)}")
     words = [
         _title(title, options) if title else str(drafter),
-        *["adaptive"] * adaptive,
+        *{True: ["adaptive"], False: ["in every step"], None: []}[adaptive],
         *[f"verifier {verifier}"] * bool(verifier),
         *[f"synthetic {synthetic}"] * bool(synthetic),
     ]
@@ -159,19 +161,14 @@ def _value(hint: Any, text: str) -> Any:
     return text
 
 
-def complete(
-    engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]
-) -> tuple[list[Completion], float]:
-    """Completes a batch of prompts. Returns the completions, and seconds."""
-    started = time.perf_counter()
-    completions = engine.generate([*prompts], [*sampling])
-    seconds = time.perf_counter() - started
-    while engine.programs.pending:  # background compilation slows down the next engine
-        time.sleep(0.02)
-    for completion in completions:
-        if completion.finish_reason["type"] == "abort":
-            raise RuntimeError(f"a request failed: {completion.finish_reason['message']}")
-    return completions, seconds
+class Run(NamedTuple):
+    """A batch of prompts that was completed."""
+
+    completions: list[Completion]
+    seconds: float
+    decoded: int  # tokens after the first ones of all prompts
+    decode_seconds: float  # of these tokens
+    nodes: Counter[int]  # number of steps, by N
 
 
 class Source:
@@ -233,3 +230,24 @@ class Source:
             keys += steps
         engine.warm_up(keys, progress=False)
         return engine
+
+    def complete(
+        self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]
+    ) -> Run:  # fmt: skip
+        """Completes a batch of prompts. Raises RuntimeError if a request fails."""
+        before, started, first, drawn = Counter(engine.counters.nodes), time.perf_counter(), 0.0, 0
+        sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        while any(sequence.status is not Status.FINISHED for sequence in sequences):
+            engine.step()
+            if not first and all(sequence.output.tokens for sequence in sequences):
+                first = time.perf_counter()
+                drawn = sum(len(sequence.output.tokens) for sequence in sequences)
+        ended = time.perf_counter()
+        while engine.programs.pending:  # background compilation slows down the next engine
+            time.sleep(0.02)
+        completions = [completion(sequence) for sequence in sequences]
+        for done in completions:
+            if done.finish_reason["type"] == "abort":
+                raise RuntimeError(f"a request failed: {done.finish_reason['message']}")
+        decoded = sum(len(done.output_ids) for done in completions) - drawn
+        return Run(completions, ended - started, decoded, ended - first, engine.counters.nodes - before)

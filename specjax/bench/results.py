@@ -38,8 +38,11 @@ class Sample:
     repeat: int
     seconds: float  # end to end, prompts included
     tokens: int
+    decode_seconds: float  # after the first tokens
+    decoded: int  # tokens in these
     histogram: list[int]  # forwards by number of accepted drafts
     drafted_steps: int
+    nodes: dict[str, int]  # number of steps of the batch, by N
     texts: dict[str, int]  # turns by verdict
     conversations: int = 1
 
@@ -54,25 +57,26 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
     return {"value": value, "low": low, "high": high}
 
 
-def _rate(samples: Sequence[Sample], groups: Sequence[str]) -> Any:
-    """Tokens per second, as a statistic."""
+def _rate(samples: Sequence[Sample], groups: Sequence[str], *, decode: bool = False) -> Any:
+    """Tokens per second, as a statistic; with `decode` after the first tokens."""
     place = {group: index for index, group in enumerate(groups)}
     sums = np.zeros((2, len(groups)))
     for sample in samples:
-        sums[:, place[sample.group]] += sample.tokens, sample.seconds
+        counted = (sample.decoded, sample.decode_seconds) if decode else (sample.tokens, sample.seconds)
+        sums[:, place[sample.group]] += counted
     return lambda drawn: sums[0][drawn].sum(axis=1) / np.maximum(sums[1][drawn].sum(axis=1), 1e-9)
 
 
-def rate(samples: Sequence[Sample]) -> Interval:
-    """Tokens per second."""
+def rate(samples: Sequence[Sample], *, decode: bool = False) -> Interval:
+    """Tokens per second; with `decode` after the first tokens."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    return bootstrap(_rate(samples, groups), len(groups))
+    return bootstrap(_rate(samples, groups, decode=decode), len(groups))
 
 
-def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Interval:
+def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample], *, decode: bool = False) -> Interval:
     """Tokens per second relative to the baseline's runs of the same groups."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    ours, theirs = (_rate(runs, groups) for runs in (samples, baseline))
+    ours, theirs = (_rate(runs, groups, decode=decode) for runs in (samples, baseline))
     return bootstrap(lambda drawn: ours(drawn) / theirs(drawn), len(groups))
 
 
@@ -95,6 +99,11 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
     return [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
 
 
+def by_size(samples: Sequence[Sample]) -> list[str]:
+    """The N of the samples' steps, ascending."""
+    return sorted({n for sample in samples for n in sample.nodes}, key=int)
+
+
 def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) -> Row:
     """One row of the table. `where`: set, temperature, batch size and method."""
     histogram = add_histograms(sample.histogram for sample in samples)
@@ -105,18 +114,21 @@ def row(samples: Sequence[Sample], baseline: Sequence[Sample], *, where: Row) ->
         "seconds": round(sum(sample.seconds for sample in samples), 3),
         "tokens_per_second": rate(samples),
         "speed_up": speed_up(samples, baseline),
+        "decode_tokens_per_second": rate(samples, decode=True),
+        "decode_speed_up": speed_up(samples, baseline, decode=True),
         "accept_length": round(accept_length(histogram), 4),
         "acceptance_by_depth": by_depth(histogram),
         "histogram": histogram,
         "verify_steps": sum(histogram),
         "drafted_steps": sum(sample.drafted_steps for sample in samples),
+        "nodes": {n: sum(sample.nodes.get(n, 0) for sample in samples) for n in by_size(samples)},
         "texts": {verdict: sum(sample.texts.get(verdict, 0) for sample in samples) for verdict in VERDICTS},
     }
 
 
 HEADER = (
-    "set", "T", "batch", "method", "tokens/s", "speed-up", "accept length", "acceptance by depth, %", "drafted steps",
-    "equal texts",
+    "set", "T", "batch", "method", "tokens/s", "speed-up", "decode tokens/s", "decode speed-up", "accept length",
+    "acceptance by depth, %", "nodes", "equal texts",
 )  # fmt: skip
 TERMINAL_COLUMNS = 100
 
@@ -129,7 +141,7 @@ def interval_text(interval: Interval, digits: int) -> str:
 
 def cells(row: Row) -> list[str]:
     """A row as text, in the order of `HEADER`."""
-    steps, texts = row["verify_steps"], row["texts"]
+    steps, texts = sum(row["nodes"].values()), row["texts"]
     compared = sum(count for verdict, count in texts.items() if verdict != "other prompt")
     near = f" + {texts['near tie']} near ties" if texts["near tie"] else ""
     other = f", {texts['other prompt']} with another prompt" if texts["other prompt"] else ""
@@ -140,9 +152,11 @@ def cells(row: Row) -> list[str]:
         row["method"],
         interval_text(row["tokens_per_second"], 1),
         interval_text(row["speed_up"], 2),
+        interval_text(row["decode_tokens_per_second"], 1),
+        interval_text(row["decode_speed_up"], 2),
         f"{row['accept_length']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
-        f"{row['drafted_steps'] / steps:.0%}" if steps else "",
+        ", ".join(f"{n} {count / steps:.0%}" for n, count in row["nodes"].items()),
         f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
     ]
 
@@ -163,14 +177,16 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """The table for a terminal, without the interval of tokens/s and acceptance by depth. Cells of sets and
-    methods lose their middle if lines exceed `TERMINAL_COLUMNS`."""
-    table = [["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]]
+    """The table for a terminal, without most intervals and acceptance by depth, and with the mean of N. Cells of sets
+    and methods lose their middle if lines exceed `TERMINAL_COLUMNS`."""
+    table = [["set", "T", "batch", "method", "tokens/s", "decode", "speed-up", "accept", "nodes", "equal"]]
     for row in rows:
         cell, compared = dict(zip(HEADER, cells(row), strict=True)), sum(row["texts"].values())
-        cell["tokens/s"] = f"{row['tokens_per_second']['value']:.1f}"
+        rates = [f"{row[name]['value']:.1f}" for name in ("tokens_per_second", "decode_tokens_per_second")]
+        steps = max(sum(row["nodes"].values()), 1)
+        nodes = f"{sum(int(n) * count for n, count in row['nodes'].items()) / steps:.1f}"
         equal = f"{row['texts']['equal']}/{compared}" if compared else ""
-        table.append([*(cell[name] for name in (*HEADER[:7], "drafted steps")), equal])
+        table.append([*cells(row)[:4], *rates, cell["speed-up"], cell["accept length"], nodes, equal])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > TERMINAL_COLUMNS and max(widths[0], widths[3]) > 8:
         widths[max((0, 3), key=widths.__getitem__)] -= 1

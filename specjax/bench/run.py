@@ -8,6 +8,7 @@ block.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from zlib import crc32
 
-from specjax.bench.methods import Method, Source, complete
+from specjax.bench.methods import Method, Run, Source
 from specjax.bench.results import VERDICTS, Sample, add_histograms, row
 from specjax.bench.sets import ALL, Conversation, PromptSet
 from specjax.checkpoint.prompts import encode
-from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.progress import progress_bar
 
@@ -169,7 +170,8 @@ class Experiment:
         """Compiles the remaining programs by an unmeasured run."""
         group = groups(next(iter(self.sets.values())), batch)[0]
         prompts = [self.encode([{"role": "user", "content": conversation.turns[0]}]) for conversation in group]
-        complete(engine, prompts, [SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)] * len(prompts))
+        sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        self.source.complete(engine, prompts, [sampling] * len(prompts))
 
     def _block(
         self, engines: Mapping[str, Engine], batch: int, name: str, temperature: float, repeat: int
@@ -205,8 +207,7 @@ class Experiment:
             max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
         )
         turns: list[Turn] = []
-        done: list[Completion] = []
-        seconds = 0.0
+        runs: list[Run] = []
         for turn in range(max(len(conversation.turns) for conversation in group)):
             rows = [i for i, conversation in enumerate(group) if turn < len(conversation.turns)]
             for i in rows:
@@ -214,18 +215,20 @@ class Experiment:
             prompts = [self.encode(messages[i]) for i in rows]
             # Requests with one seed would share their noise.
             seeds = [self.plan.seed + crc32(group[i].id.encode()) + turn for i in rows]
-            answers, duration = complete(engine, prompts, [replace(sampling, seed=seed) for seed in seeds])
-            seconds += duration
-            done += answers
-            for i, prompt, answer in zip(rows, prompts, answers, strict=True):
+            runs.append(self.source.complete(engine, prompts, [replace(sampling, seed=seed) for seed in seeds]))
+            for i, prompt, answer in zip(rows, prompts, runs[-1].completions, strict=True):
                 messages[i].append({"role": "assistant", "content": self._text(answer.output_ids)})
                 turns.append((prompt, answer.output_ids))
+        done = [answer for run in runs for answer in run.completions]
+        nodes = sum((run.nodes for run in runs), Counter[int]())
         sample = Sample(
             method="", repeat=0, texts={}, conversations=len(group),
             group="+".join(conversation.id for conversation in group),
-            seconds=round(seconds, 6), tokens=sum(len(answer.output_ids) for answer in done),
+            seconds=round(sum(run.seconds for run in runs), 6), tokens=sum(len(answer.output_ids) for answer in done),
+            decode_seconds=round(sum(run.decode_seconds for run in runs), 6), decoded=sum(run.decoded for run in runs),
             histogram=add_histograms(answer.spec_accept_histogram for answer in done),
             drafted_steps=sum(answer.drafted_steps for answer in done),
+            nodes={str(n): count for n, count in sorted(nodes.items())},
         )  # fmt: skip
         return sample, turns
 

@@ -132,9 +132,11 @@ def make_grid(current: DraftOptions, tune: TuneSettings) -> list[Method]:
             for s, k, n in product(steps, topks, nodes)
             if k > 1 and s < n <= candidates(s, k) + 1
         ]
-    methods = {tree_name(current): Method(text="current", name=f"{tree_name(current)} current", draft=current)}
+    methods = {
+        tree_name(current): Method(text="current", name=f"{tree_name(current)} current", draft=current, adaptive=False)
+    }
     for draft in (replace(current, **tree) for tree in trees):
-        methods.setdefault(name := tree_name(draft), Method(name, name, draft=draft))
+        methods.setdefault(name := tree_name(draft), Method(name, name, draft=draft, adaptive=False))
     return list(methods.values())
 
 
