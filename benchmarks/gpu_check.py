@@ -18,6 +18,7 @@
 | c | kernels  | attention kernels against their definition |
 |   | batch    | steps of Llama-3.1-8B's shape, batch 64 |
 |   | options  | a step with one of XLA's options changed |
+|   | sizes    | an adaptive engine of Llama-3.1-8B's shape: steps by N, estimated and measured, and its choices |
 
 Each section runs in a process of its own within its share of `--minutes`; unused time goes to later sections. Each part
 writes one JSON file to `--save`, with the command, commit, versions and device, also after errors. The exit status is 1
@@ -67,6 +68,7 @@ from timing import CACHE_BYTES, copy_bandwidth, interleaved, rotating
 
 from specjax import Eagle3, Engine, EngineConfig, ModelConfig, Params, RopeConfig, SamplingParams, gpu
 from specjax.drafters import make_speculation, options_of
+from specjax.engine.draft_policy import Choice
 from specjax.engine.sequence import completion
 from specjax.gpu import IN_GRAPHS, LOOPS, SCHEDULING
 from specjax.load import use_compilation_cache
@@ -76,7 +78,7 @@ from specjax.models.draft_head import init_head_params
 PARTS: dict[str, dict[str, float]] = {
     "a": {"draws": 2.0, "llama": 3.5, "qwen": 3.5},
     "b": {"tokens": 2.0, "cold": 2.5, "warm": 1.0, "server": 2.0, "products": 1.5},
-    "c": {"kernels": 3.5, "batch": 2.5, "options": 3.0},
+    "c": {"kernels": 3.0, "batch": 2.0, "options": 2.0, "sizes": 2.0},
 }
 """Part -> section -> minutes."""
 
@@ -445,6 +447,47 @@ def engine(report: Report) -> None:
     say(f"memory: {estimate / 1e9:.2f} GB estimated, peak {stats.get('peak_bytes_in_use', 0) / 1e9:.2f} GB")
 
 
+def sizes(report: Report, loads: tuple[int, ...] = (1, 16, 64)) -> None:
+    """Sizes of an adaptive engine's trees: duration of a step relative to a plain one, estimated and measured, and the
+    share of steps for which the policy chooses each. With random weights hardly any draft is accepted."""
+    model = Model(llama_8b, tiny=report.tiny)
+    head, drafts = model.head("EAGLE3")
+    speculation = make_speculation(Eagle3(), target=model.target, head=head)
+    loads, forced, free = ((1,), 4, 8) if report.tiny else (loads, 24, 64)
+    options = EngineConfig(loads[-1], context_length=512, max_total_tokens=512 * loads[-1], adaptive=True)
+    running = Engine(model.target, Params(model.params.target, drafts), TokenIds(), speculation, config=options)
+    policy, buckets = running.policy, running.buckets
+    assert policy is not None
+    say(f"{'requests':>8} {'N':>3} {'estimated':>9} {'measured':>8} {'ms':>8} {'tokens':>7} {'chosen':>7}")
+    for load in loads:
+        name, batch = f"sizes, batch {load}", buckets.batch(load)
+        if not report.in_time(name, 30):
+            continue
+        with report.attempt(name):
+            estimates = {n: running._estimated_ratio(batch, n) for n in buckets.sizes(batch)}
+            steps = [buckets.step(batch, n) for n in estimates]
+            running.warm_up([*buckets.first_keys(load, 16), *steps], progress=False)
+            prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (load, 16)).tolist()
+            for prompt in prompts:
+                running.add(prompt, SamplingParams(max_new_tokens=450, ignore_eos=True))
+            for n in (max(estimates), *estimates):  # first while the prompts are read
+                policy.choose = lambda *_, n=n: Choice(n)
+                for _ in range(forced):
+                    running.step()
+            del policy.choose
+            before = {row["nodes"]: row["steps"] for row in policy.table() if row["batch"] == batch}
+            for _ in range(free):
+                running.step()
+            rows = [row for row in policy.table() if row["batch"] == batch]
+            running.reset("measured")
+            for row in rows:
+                n, ratio = row["nodes"], row["seconds"] / rows[0]["seconds"]
+                share = (row["steps"] - before[n]) / free
+                report.add("size", estimated_ratio=estimates[n], ratio=ratio, share=share, **row)
+                say(f"{load:8} {n:3} {estimates[n]:9.3f} {ratio:8.3f} {1e3 * row['seconds']:8.3f} {row['tokens']:7.2f} "
+                    f"{share:7.0%}")  # fmt: skip
+
+
 def server(report: Report) -> None:
     """`specjax serve`, cold and warm: seconds to READY, and after a cold start until all programs are compiled."""
     if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
@@ -478,6 +521,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "kernels": kernels,
     "batch": partial(steps, shape=llama_8b, batches=(64,), cases=[Case("EAGLE3", (3, 1, 4)), CHAIN]),
     "options": options,
+    "sizes": sizes,
 }
 
 

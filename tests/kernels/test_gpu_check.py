@@ -68,6 +68,9 @@ def test_a_part_in_its_tiny_form(gpu_check, tmp_path, part):
     if part == "a":
         cases = ["plain", "(7, 1, 8)", "(5, 8, 32)", *(["block head"] if "DFLASH" in DRAFTERS else [])]
         assert all([row["case"] for row in sections[name]["rows"]] == cases for name in ("llama", "qwen"))
+    if part == "c":
+        rows = sections["sizes"]["rows"]
+        assert [row["nodes"] for row in rows] == [1, 2, 3, 4, 8] and sum(row["share"] for row in rows) == 1
     if part == "b":
         starts = [next(row for row in sections[name]["rows"] if row["kind"] == "ready") for name in ("cold", "warm")]
         assert [row["programs"] for row in starts] == [2, 2]
