@@ -37,7 +37,7 @@ from records import finish, machine
 
 from specjax import Eagle3, Params, make_speculation, make_target
 from specjax.costs import CPU_STEP, estimated_seconds
-from specjax.engine.draft_policy import ACCEPTANCE_DECAY, GUESSES, DraftPolicy, Mean
+from specjax.engine.draft_policy import GUESSES, OWN_DECAY, DraftPolicy, Mean
 from specjax.engine.plan import Buckets
 from specjax.gpu import DEVICES
 
@@ -197,7 +197,7 @@ def simulate(device: Device, sets: Mapping[str, Texts], seed: int, steps: int) -
         counts = {n: mean(1 + sum(r < n for r in step) for text in texts for step in text) for n in device.sizes[batch]}
         known = max(counts, key=lambda n: counts[n] / seconds(batch, n))
         active = [(text := texts[rng.integers(len(texts))], int(rng.integers(len(text)))) for _ in range(load)]
-        own = {contender: [Mean(ACCEPTANCE_DECAY) for _ in active] for contender in contenders}
+        own = {contender: [Mean(OWN_DECAY) for _ in active] for contender in contenders}
         for _ in range(steps):
             ranks = [text[i] for text, i in active]
             noise = rng.lognormal(0, NOISE) * (SLOW if rng.random() < SLOW_SHARE else 1.0)
@@ -215,7 +215,7 @@ def simulate(device: Device, sets: Mapping[str, Texts], seed: int, steps: int) -
                     continue
                 active[k] = texts[rng.integers(len(texts))], 0
                 for means in own.values():
-                    means[k] = Mean(ACCEPTANCE_DECAY)
+                    means[k] = Mean(OWN_DECAY)
         rates = {contender: tokens[contender] / taken[contender] for contender in tokens}
         best = max(counts, key=rates.__getitem__)
         ratios = {contender: round(rates[contender] / rates[best], 4) for contender in contenders}

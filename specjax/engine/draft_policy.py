@@ -42,13 +42,13 @@ TRIAL_PAUSE = 8  # minimum number of steps between two trials
 FIRST_TRIALS = 6  # steps that measure a size at once if it might be faster; the first run of a program does not count
 HOPE = 0.75  # share of the highest estimated rate that such a size has at least
 DECAY = 0.95  # weight of a step's time after the next step
-ACCEPTANCE_DECAY = 0.98  # weight of a step's acceptance after the next step
+ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
+OWN_DECAY = 0.98  # the same in a request's own acceptance
 RATIO_DECAY = 0.99  # the same in the ratio of two parts
-ESTIMATE = 0.5  # weight of an estimated ratio when the first step is measured
-LEARNT = 3.0  # weight of a ratio that changes in trials only
-MAX_STEP_RATIO = 1.25  # longer steps count as this multiple of the mean
-OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
-GUESS_STEPS = 4.0  # steps that a guess of a part's acceptance counts for
+ESTIMATE = 8.0  # trials that the estimate of a ratio counts for: a step's time varies by a fifth on a shared machine
+MAX_STEP_RATIO = 1.5  # longer steps count as this multiple of the mean
+OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
+GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
 GUESSES = {True: 0.5, False: 0.25}  # first guess of a draft's acceptance, for a drafter with and without a model
 
 
@@ -224,7 +224,7 @@ class DraftPolicy:
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
-            if not speed.weight or (nodes == bucket.using and ratio.weight > LEARNT):
+            if nodes == bucket.using or not speed.weight:
                 speed.add(seconds / ratio.value)
             else:
                 ratio.add(seconds / speed.value)

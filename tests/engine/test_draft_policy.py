@@ -20,10 +20,10 @@ from specjax.drafters import Speculation, TreeShape, make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
-    ACCEPTANCE_DECAY,
     COMPILE_GAIN,
     FIRST_TRIALS,
     MAX_STEP_RATIO,
+    OWN_DECAY,
     SWITCH_GAIN,
     TRIAL_PAUSE,
     TRIAL_SHARE,
@@ -42,7 +42,7 @@ CHAIN = 7  # drafts of the longest chain
 
 def request() -> Mean:
     """The acceptance of a new request."""
-    return Mean(ACCEPTANCE_DECAY)
+    return Mean(OWN_DECAY)
 
 
 def policy_of(
