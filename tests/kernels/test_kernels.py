@@ -198,12 +198,15 @@ def pack(q, key, value) -> jax.Array:
     return jnp.concatenate([q.reshape(B, N, K, H // K, E), key[:, :, :, None], value[:, :, :, None]], axis=3)
 
 
-PACKED = ("mixed-prefix", "inactive-tree", "tree-33", "gqa-3", "width-80", "window-tree-holes", "sinks-bfloat16")
+PACKED = (
+    "mixed-prefix", "inactive-tree", "tree-33", "gqa-3", "width-80", "window-tree-holes", "sinks", "sinks-bfloat16",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_queries_keys_and_values(name: str) -> None:
-    """The first `queries` queries of a row have the same bits, whatever the number and the content of the others."""
+    """The first `queries` queries of a row have the same bits, whatever the number and the content of the others. A CPU
+    gives 0 for the others."""
     args, options = named(name).arguments()
     q, k_block, v_block, *pages, q_positions, _, mask = args
     qkv = pack(q, k_block, v_block)
@@ -221,6 +224,28 @@ def test_packed_queries_keys_and_values(name: str) -> None:
             for row, count in enumerate(queries):
                 expected = np.asarray(whole[implementation][row, :count], np.float32)
                 np.testing.assert_array_equal(np.asarray(out[row, :count], np.float32), expected, implementation)
+                assert implementation in ("reference", "pallas") or not out[row, count:].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(("N", "H"), [(129, 4), (256, 6)])
+def test_last_queries_of_a_wide_block(N: int, H: int, options: dict) -> None:
+    spec = Spec("wide", (300, 0, -1), N=N, C=N, H=H, K=2, E=16, T=20, **options)
+    args, options = spec.arguments()
+    q, k_block, v_block, *pages, positions, _, mask = args
+    qkv = pack(q, k_block, v_block).at[2].set(0)  # without the NaN of the row that is not active
+
+    def attend(qkv: jax.Array, positions: jax.Array, queries: jax.Array | None, implementation: str) -> np.ndarray:
+        with tracing(implementation) as name:
+            function = functools.partial(attention, **options, implementation=name)
+            return np.asarray(jax.jit(function)(qkv, *pages, positions, mask, queries=queries))
+
+    for implementation in ("xla", "operations"):
+        output = attend(qkv, positions, jnp.array([N - 9, 70, 3], jnp.int32), implementation)
+        for row, count in enumerate((N - 9, 70, 0)):
+            shorter = attend(qkv[:, :count], positions[:, :count], None, implementation) if count else output[:, :0]
+            np.testing.assert_allclose(output[row, :count], shorter[row], rtol=0, atol=1e-5)
+            assert not output[row, count:].any()
 
 
 def test_wrong_packed_arguments() -> None:
@@ -451,7 +476,7 @@ def test_the_number_of_trips_is_computed() -> None:
     assert "known_trip_count" not in compiled
 
 
-@pytest.mark.parametrize(("N", "C"), [(1, 1), (5, 5), (2, 34), (128, 300), (129, 129)])
+@pytest.mark.parametrize(("N", "C"), [(1, 1), (5, 5), (2, 34), (256, 300), (257, 257)])
 def test_calls_of_the_cpu_kernel(N: int, C: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Spec("counted", (300, -1, 20), N=N, C=C, H=4, K=2, E=16, T=64, mask="random")
     args, options = spec.arguments()

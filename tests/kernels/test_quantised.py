@@ -79,6 +79,28 @@ def test_bits_of_a_row_do_not_depend_on_the_others(name):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], leaf)), many[:, :rows])
 
 
+@pytest.mark.parametrize(
+    ("name", "out"), [("Q4_1", (530,)), ("Q6_K", OUT), ("MXFP4", OUT), ("fp8 per tensor", OUT), ("float16", (2, 33))]
+)
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 33])
+def test_last_rows_of_zeros(name, out, rows):
+    """Their results are 0. The rows before them have the bits that they have beside other rows, even if only their
+    last input is not 0."""
+    leaf, product = leaf_of(name, out, DEPTH), jax.jit(lambda x, w: linear(x, w))
+    for filled in sorted({0, 1, rows // 2, rows - 1, rows}):
+        x = np.array(inputs(rows))
+        x[:, :filled:3, :-1] = 0
+        x[:, 1:filled:4] = 0
+        x[:, 2:filled:9, 100] = np.nan
+        x[:, max(filled - 1, 0), -1] = np.inf
+        beside = np.asarray(product(jnp.asarray(x), leaf))
+        for zero in (0.0, -0.0):
+            x[:, filled:] = zero
+            output = np.asarray(product(jnp.asarray(x), leaf))
+            np.testing.assert_array_equal(output[:, :filled], beside[:, :filled])
+            np.testing.assert_array_equal(output[:, filled:], np.zeros_like(output[:, filled:]))
+
+
 @pytest.mark.parametrize("out", [(1,), (33,), (530,), (2, 4099)], ids=str)
 @pytest.mark.parametrize("name", ["Q4_1", "fp8 per tensor", "float16"])
 def test_odd_numbers_of_outputs(name, out):
@@ -102,7 +124,7 @@ def test_numbers_of_groups(name, groups):
 def test_processors_without_avx512(name, monkeypatch):
     """Shorter vectors, whose sums have another order; codes of 4 bits are not looked up by a permutation."""
     leaf, weights = read(name)
-    some = inputs(3), inputs(29)
+    some = inputs(3), inputs(8), inputs(16).at[:, 14:].set(0), inputs(29), inputs(40).at[:, 27:].set(0)
     here = [jax.jit(lambda x, w: linear(x, w))(x, leaf) for x in some]
     monkeypatch.setattr(object_code, "has", lambda feature: False)
     monkeypatch.setattr(cpu_kernels.Layout, "name", f"specjax_quantised_elsewhere_{name}")

@@ -36,14 +36,14 @@ def test_algorithms_with_options(text):
         assert str(method.draft.token_map) == draft.token_map
     else:
         assert method.draft == draft
-    assert (method.name, method.drafter, method.adaptive) == (name, None, False)
+    assert (method.name, method.drafter, method.adaptive) == (name, None, None)
 
 
 def test_custom_methods():
     own = parse_method("a.b:c,adaptive=on")
     assert (own.drafter, own.adaptive, own.name) == ("a.b:c", True, "a.b:c adaptive")
-    custom = parse_method("EAGLE3:adaptive=on,verifier=x:y")
-    assert (custom.verifier, custom.adaptive, custom.name) == ("x:y", True, "EAGLE3 adaptive verifier x:y")
+    custom = parse_method("EAGLE3:adaptive=off,verifier=x:y")
+    assert (custom.verifier, custom.adaptive, custom.name) == ("x:y", False, "EAGLE3 in every step verifier x:y")
     synthetic = parse_method("EAGLE3:acceptance=0.8/0.7")
     assert (synthetic.rates, synthetic.name) == ((0.8, 0.7), "EAGLE3 synthetic 0.8/0.7")
 

@@ -16,7 +16,11 @@ from specjax.bench.run import Log, compare_texts
 
 
 def sample(method, group, seconds, tokens=100, repeat=0, histogram=(50,), texts=None, **more):
-    return Sample(method, group, repeat, seconds, tokens, [*histogram], 0, texts or {"equal": 1}, **more)
+    fields = {"decode_seconds": seconds / 2, "decoded": tokens - 1, "drafted_steps": 0, "nodes": {"1": 50}} | more
+    return Sample(
+        method=method, group=group, repeat=repeat, seconds=seconds, tokens=tokens, histogram=[*histogram],
+        texts=texts or {"equal": 1}, **fields,
+    )  # fmt: skip
 
 
 def test_rates_and_speed_ups_are_of_totals():
@@ -25,6 +29,11 @@ def test_rates_and_speed_ups_are_of_totals():
     assert results.rate(ours)["value"] == pytest.approx(250 / 6, abs=1e-4)
     # Each pair has the same ratio, so each resample does.
     assert results.speed_up(ours, theirs) == {"value": 2, "low": 2, "high": 2}
+    faster = [replace(run, decode_seconds=run.decode_seconds / 3) for run in ours]
+    assert results.rate(faster, decode=True)["value"] == pytest.approx(247 / 1, abs=1e-4)
+    assert results.speed_up(faster, theirs, decode=True) == {"value": 6, "low": 6, "high": 6}
+    single = [replace(run, decoded=0, decode_seconds=0.0) for run in ours]  # one token each
+    assert results.speed_up(single, single, decode=True) == {"value": 0, "low": 0, "high": 0}
 
 
 def test_intervals_against_a_slow_bootstrap():
@@ -57,15 +66,20 @@ def row(samples, base, **where):
 def test_a_row_and_its_table():
     base = [sample("NONE", str(i), 2.0) for i in range(3)]
     texts = {"equal": 1, "near tie": 1}
-    ours = [sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts) for i in range(3)]
-    ours[0] = replace(ours[0], drafted_steps=9)
+    ours = [
+        sample("my_m & 50%", str(i), 1.0 + i / 10, histogram=(4, 2), texts=texts, decode_seconds=0.4) for i in range(3)
+    ]
+    ours[0] = replace(ours[0], drafted_steps=9, nodes={"1": 2, "4": 10, "32": 38})
     rows = [row(samples, base) for samples in (base, ours)]
-    assert rows[1]["drafted_steps"] == 9 and results.cells(rows[1])[8] == "50%"  # of 18 steps
+    cells = dict(zip(results.HEADER, results.cells(rows[1]), strict=True))
+    assert rows[1]["drafted_steps"] == 9 and rows[1]["nodes"] == {"1": 102, "4": 10, "32": 38}
+    assert cells["nodes"] == "1 68%, 4 7%, 32 25%" and cells["decode speed-up"] == "2.50 (2.50 to 2.50)"
     assert rows[1]["speed_up"]["value"] == pytest.approx(6 / 3.3, abs=1e-4)
+    assert rows[1]["decode_tokens_per_second"]["value"] == pytest.approx(99 / 0.4, abs=1e-3)
     assert rows[1]["acceptance_by_depth"] == [0.3333] and rows[1]["texts"]["near tie"] == 3
     markdown = results.as_markdown(rows)
     assert "| 3 of 6 + 3 near ties |" in markdown and "| my_m & 50% |" in markdown and "| 1.33 " in markdown
-    assert "drafted steps" in markdown and markdown.splitlines()[1].count("|") == 11
+    assert "| decode tokens/s " in markdown and markdown.splitlines()[1].count("|") == 13
     assert len({len(line) for line in markdown.splitlines()}) == 1, "aligned"
 
 
@@ -76,15 +90,17 @@ def test_the_table_fits_a_terminal():
     rows, name = [], "s" * 80
     for method in METHODS:
         texts = {"equal": 100, "near tie": 20}
-        samples = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts) for i in range(9)]
+        nodes = {"2": 1, "64": 3}  # 48.5 on average
+        samples = [sample(method, str(i), 1e-3 * (1 + i % 3), tokens=12345, texts=texts, nodes=nodes) for i in range(9)]
         rows.append(row(samples, samples, set=name, temperature=0.75, batch=128))
     lines = results.as_text(rows).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 100
-    assert lines[0].split() == ["set", "T", "batch", "method", "tokens/s", "speed-up", "accept", "drafted", "equal"]
+    header = ["set", "T", "batch", "method", "tokens/s", "decode", "speed-up", "accept", "nodes", "equal"]
+    assert lines[0].split() == header
     assert all(
         str(cells["tokens_per_second"]["value"])[:6] in line for cells, line in zip(rows, lines[1:], strict=True)
     )
-    assert "EAGLE3" in lines[3] and "one" in lines[3] and lines[3].endswith("900/1080")
+    assert "EAGL…one" in lines[3] and lines[3].endswith("48.5   900/1080")
 
 
 def test_short_titles_of_sets():

@@ -9,7 +9,7 @@ from generate_helpers import saved_model, saved_prompts
 
 from specjax.bench.__main__ import main
 
-NGRAM = "NGRAM:nodes=4,max_match=4,capacity=4096,name=n-grams"
+NGRAM = "NGRAM:nodes=4,max_match=4,capacity=4096,adaptive=off,name=n-grams"
 FILES = {"runs.jsonl", "results.json", "table.md"}
 
 
@@ -46,9 +46,13 @@ def test_a_comparison(bench, tmp_path, capsys):
         assert row["tokens"] == 4 * 8, key  # four turns
         assert row["texts"]["equal"] + row["texts"]["near tie"] + row["texts"]["other prompt"] == 4, key
         assert row["tokens_per_second"]["value"] > 0 and row["conversations"] == 3
+        assert row["decode_tokens_per_second"]["value"] > 0 < row["decode_speed_up"]["value"]
+        drafts = row["method"] == "n-grams"
+        assert row["nodes"].keys() == {"4" if drafts else "1"}, "in every step"
+        assert 0 <= sum(row["nodes"].values()) - row["verify_steps"] <= 4, "a step in flight at the end of each turn"
     assert rows[0, "n-grams"]["texts"]["equal"] == rows[1, "n-grams"]["texts"]["equal"] == 4
     assert rows[0, "NONE"]["accept_length"] == 1
-    assert rows[0, "NONE"]["speed_up"] == {"value": 1, "low": 1, "high": 1}
+    assert rows[0, "NONE"]["speed_up"] == rows[0, "NONE"]["decode_speed_up"] == {"value": 1, "low": 1, "high": 1}
     assert rows[0, "NONE"]["drafted_steps"] == 0 < rows[0, "n-grams"]["drafted_steps"]
 
     # A second run measures nothing.
