@@ -114,8 +114,8 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
     if rows > MOST_ROWS:
         panel = 2 * lanes()
         tiles = -(-columns // (panels_of_tile(columns, panel) * panel))
-        # A panel, widened rows of codes, and the sums of an incomplete panel.
-        room = (panel + panel // 2) * x.shape[1] + BLOCKS[panel // 2][0] * panel
+        # A panel, widened rows of codes, the sums of an incomplete panel, and the number of filled rows.
+        room = (panel + panel // 2) * x.shape[1] + BLOCKS[panel // 2][0] * panel + 1
         shapes.append(jax.ShapeDtypeStruct((tiles, room), jnp.float32))
     return jax.ffi.ffi_call(_name(rows, layout), shapes, vmap_method="sequential")(x, codes, *scales)[0]
 
@@ -214,12 +214,19 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     width = lanes()
     panel, (most, few) = 2 * width, BLOCKS[width]
     scales_of, per_tile, floats = scales_reader(tools, layout), tools.inlined(panels_of_tile), tools.floats
-    filled = filled_rows(tools)
+    filled, integers = filled_rows(tools), tools.integers
+
+    @tools.inlined
+    def count_of(call: int) -> Any:
+        """Where the number of filled rows is kept, which is counted once."""
+        return integers(result(call, 1) + 4 * (result_size(call, 1, 1) - 1))
+
     widen = tools.emitted(10, partial(emit_widened, layout))
     turn, block = tools.emitted(3, _turn), tools.emitted(6, partial(_block, (most, few)))
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
+        count_of(call)[0] = filled(argument(call, 0), size(call, 0, 0), size(call, 0, 1))
         rows_of_tile = per_tile(columns, panel) * panel
         return (columns + rows_of_tile - 1) // rows_of_tile
 
@@ -231,7 +238,7 @@ def _panels(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         packed = result(call, 1) + 4 * index * result_size(call, 1, 1)
         wide = packed + 4 * panel * depth
         spare = wide + 4 * width * depth
-        some = filled(xs, rows, depth)
+        some = count_of(call)[0]
         for first in range(index * across, min(index * across + across, columns), panel):
             count = min(panel, columns - first)
             for half in range(0, panel, width):
