@@ -20,10 +20,10 @@ from specjax.drafters.base import Params, Speculation
 from specjax.gpu import Device
 from specjax.models.target import Target
 
-CPU_STEP = {1: 1.0, 2: 1.16, 4: 1.4, 8: 2.2, 16: 3.8, 64: 13.0}
-"""Number of tokens in a forward -> its duration relative to one token, of SmolLM2-135M in Q4_1 on 2 cores. With AVX-512
-1, 2, 4 and 8 tokens took 8.1, 9.4, 12.3 and 19.6 ms of processor time, the median of 100 (2026-11-27); with AVX2 the
-products took 7.2, 9.2, 11.3 and 20.4 ms (2026-11-30), and the rest of a step 4 ms. 16 is from
+CPU_STEP = {1: 1.0, 2: 1.12, 3: 1.18, 4: 1.34, 8: 2.12, 16: 3.8, 64: 13.0}
+"""Number of tokens in a forward -> its duration relative to one token, of SmolLM2-135M in Q4_1 on 2 cores: the mean of
+two machines. With AVX-512 products of 1, 2, 3, 4 and 8 tokens took 3.1, 3.3, 3.6, 4.2 and 6.9 ms, and the rest of a
+step 0.45 ms (2026-11-28); with AVX2 7.2, 9.2, 9.7, 11.3 and 20.4 ms, and 4 ms (2026-11-30). 16 is from
 benchmarks/results/before-after-2026-11-25-few-rows.json, 64 is extrapolated."""
 CPU_LEVEL = 0.5  # duration of reading a byte of the draft relative to a byte of the target
 PROPOSED = 0.3  # share of steps in which a drafter without a model proposes a draft for a request
