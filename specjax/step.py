@@ -67,7 +67,8 @@ class StepConfig:
         prompt_logprobs: True to return `StepOutput.prompt` from a prefill.
         tokens: maximum number of tokens of a prefill, all requests together. The layers compute this many positions; 0
             computes the padded chunk.
-        ragged: padding, nodes that are not valid and rows without a request are zeros, which products on a CPU skip.
+        ragged: padding, nodes that are not valid and rows without a request are zeros. Products of quantised weights on
+            a CPU skip the last rows that are all zeros.
     """
 
     nodes: int = 0
@@ -140,12 +141,15 @@ def check_phase(
         raise ValueError(f"trees of {tree.width} nodes in a step of {config.nodes} (StepConfig.nodes)")
     embedded, positions = target.embed(params.target, tree.tokens), prefix_length[:, None] + tree.depth
     past, mask = (cache, context.page_table, context.attended), pack_bits(ancestor_mask(tree))
-    extra: dict[str, Any] = {}
+    ragged, extra = None, dict[str, Any]()
     if config.ragged:
         nodes = jnp.max(jnp.where(tree.valid, jnp.arange(1, tree.width + 1, dtype=jnp.int32), 0), axis=1)
-        extra["ragged"] = Ragged.of(jnp.where(context.active, nodes, 0), tree.width)
+        ragged = extra["ragged"] = Ragged.of(jnp.where(context.active, nodes, 0), tree.width)
     output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features, **extra)
-    logits = target.unembed(params.target, output.hidden)
+    if ragged is None:
+        logits = target.unembed(params.target, output.hidden)
+    else:
+        logits = ragged.parted(target.unembed(params.target, ragged.joined(output.hidden)))
     greedy, is_finite = greedy_and_finite(logits)
     draws, depth = draws._replace(greedy=greedy), min(drafter.depth, tree.width - 1)
     verdict = verify(tree, logits, draws, prefix_length, row.generated, depth=depth, allowed=allowed)

@@ -21,7 +21,7 @@ from specjax_kernels.attention import (
     tree_attention,
 )
 from specjax_kernels.call import CAUSAL, INACTIVE, Causal, mask_words, pack_bits, unpack_bits
-from specjax_kernels.linear import Norm, linear, rms_norm, unembed
+from specjax_kernels.linear import Norm, linear, rms_norm, skips_padding, unembed
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
 from specjax_kernels.sampling import argmax, largest, top_k
 
@@ -46,6 +46,7 @@ __all__ = [
     "pack_bits",
     "quantise",
     "rms_norm",
+    "skips_padding",
     "top_k",
     "tree_attention",
     "unembed",

@@ -33,6 +33,7 @@ from jaxtyping import Float, Float32
 from specjax_kernels import gpu_language, gpu_quantised, mesh
 from specjax_kernels.cpu import quantised as cpu_quantised
 from specjax_kernels.cpu import rows as cpu_rows
+from specjax_kernels.cpu.runtime import callable_here
 from specjax_kernels.cpu.vectors import LANES
 from specjax_kernels.platforms import after, before_ampere, by_platform, generation, on_nvidia
 from specjax_kernels.quantised import Quantised, check, dequantise, scales, split_axes
@@ -182,6 +183,12 @@ def _by_kernel(x: Array, weight: Array, axis: int) -> Array:
         return out.reshape(*x.shape[:-1], *weight.shape[1:])
     out = cpu_quantised.multiply(rows, cpu_quantised.Layout.of_weights(str(weight.dtype)), weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def skips_padding(params: Any) -> bool:
+    """True if products with these parameters in this process skip the last rows of x that are all zeros."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return callable_here() and any(isinstance(leaf, Quantised) for leaf in leaves)
 
 
 def quantised_product(x: Array, leaf: Quantised, dtype: Any) -> Array:

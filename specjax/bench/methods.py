@@ -95,14 +95,14 @@ def _parse(text: str) -> Method:
             raise ValueError(f"{key} is given twice")
         options[key] = value
     name = options.pop("name", None)
-    verifier, switch = options.pop("verifier", None), options.pop("adaptive", "").lower()
+    verifier, switch = options.pop("verifier", None), options.pop("adaptive", None)
     synthetic = options.pop("acceptance", "")
     if verifier and synthetic:
         raise ValueError("verifier and acceptance exclude each other")
     rates = SyntheticAcceptance(tuple(map(float, synthetic.split("/")))).rates if synthetic else ()
-    if switch and switch not in SWITCH:
+    if switch is not None and switch.lower() not in SWITCH:
         raise ValueError(f"adaptive must be on or off, got {switch!r}")
-    adaptive = SWITCH.get(switch)
+    adaptive = None if switch is None else SWITCH[switch.lower()]
     if drafter and options:
         raise ValueError(f"a custom drafter has no option {min(options)}")
     words = [
@@ -233,12 +233,18 @@ class Source:
     def complete(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Run:
         """Completes a batch of prompts. Raises RuntimeError if a request fails."""
         before, started, first, drawn = Counter(engine.counters.nodes), time.perf_counter(), 0.0, 0
-        sequences = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
-        while any(sequence.status is not Status.FINISHED for sequence in sequences):
-            engine.step()
-            if not first and all(sequence.output.tokens for sequence in sequences):
-                first = time.perf_counter()
-                drawn = sum(len(sequence.output.tokens) for sequence in sequences)
+        sequences = [engine.intake.sequence(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        try:
+            for sequence in sequences:
+                engine.enqueue(sequence)
+            while any(sequence.status is not Status.FINISHED for sequence in sequences):
+                engine.step()
+                if not first and all(sequence.output.tokens for sequence in sequences):
+                    first = time.perf_counter()
+                    drawn = sum(len(sequence.output.tokens) for sequence in sequences)
+        finally:  # an error or an interrupt must not leave requests behind
+            for sequence in sequences:
+                engine.end(sequence)
         ended = time.perf_counter()
         while engine.programs.pending:  # background compilation slows down the next engine
             time.sleep(0.02)

@@ -16,8 +16,8 @@ scales all its parts. Seconds of N are the machine's speed, which the size in us
 `specjax.costs`, then of trials.
 
 The size in use changes if another rate is higher by `SWITCH_GAIN`. Some steps are trials: at the start a few of each
-size that might be faster, then now and then one of a neighbour. Their expected losses are at most `TRIAL_SHARE` of the
-time. A size without a program that might be faster is named beside the choice.
+size that might be faster, then now and then one of the next larger size or of any other, whose expected losses are at
+most `TRIAL_SHARE` of the time. The choice names a size without a program that might be faster.
 
 With `costly_observe` a request drafts in all its steps or in none, as `admit` chooses. Plain Python, independent of
 the device. All but `launched` and `record` only read.
@@ -40,12 +40,14 @@ COMPILE_GAIN = 0.05  # the same for compiling a program
 TRIAL_SHARE = 0.005  # share of the time that trials may lose
 TRIAL_PAUSE = 8  # minimum number of steps between two trials
 FIRST_TRIALS = 6  # steps that measure a size at once if it might be faster; the first run of a program does not count
-HOPE = 0.75  # share of the highest estimated rate that such a size has at least
+MIN_TRIAL_RATE = 0.75  # of such a size, relative to the highest estimated rate
+MAX_SAVINGS = 4.0  # steps that trials may lose one after another
 DECAY = 0.95  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
 OWN_DECAY = 0.98  # the same in a request's own acceptance
-RATIO_DECAY = 0.99  # the same in the ratio of two parts
-ESTIMATE = 8.0  # trials that the estimate of a ratio counts for: a step's time varies by a fifth on a shared machine
+ESTIMATE_WEIGHT = (
+    8.0  # trials that the estimate of a ratio counts for: a step's time varies by a fifth on a shared machine
+)
 MAX_STEP_RATIO = 1.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
@@ -80,7 +82,7 @@ class Acceptance:
     def __init__(self, sizes: List[int], guess: float) -> None:
         self.sizes, self._guess = tuple(sizes), guess
         self._parts = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]
-        self._ratios = [Mean(RATIO_DECAY) for _ in sizes[1:]]  # of the part to the part before it
+        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]  # of the part to the part before it
         self._update()
 
     def counts(self, ranks: Iterable[int]) -> list[int]:
@@ -117,6 +119,7 @@ class Bucket:
     speed: Mean = field(default_factory=partial(Mean, DECAY))  # seconds of a step whose ratio is 1
     ratios: dict[int, Mean] = field(default_factory=dict)  # of the seconds of a step, by N that has run
     steps: Counter[int] = field(default_factory=Counter)  # number of steps, by N
+    timed: Counter[int] = field(default_factory=Counter)  # number of steps with a known duration
     latest: dict[int, int] = field(default_factory=dict)  # N -> the last step that it ran
     using: int | None = None  # the choice in use
     savings: float = 0.0  # seconds that the next trial may lose
@@ -137,10 +140,14 @@ class DraftPolicy:
         sizes: batch bucket -> N of its programs, ascending.
         cost: (batch bucket, N) -> estimated duration of a step, in any unit.
         guess: acceptance of a draft before any measurement.
+        by_request: `admit` chooses, not each step.
     """
 
-    def __init__(self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], guess: float) -> None:
-        self._sizes, self._cost = sizes, cache(cost)
+    def __init__(
+        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], guess: float, *,
+        by_request: bool = False,
+    ) -> None:  # fmt: skip
+        self._sizes, self._cost, self._by_request = sizes, cache(cost), by_request
         self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), guess)
         self._buckets = defaultdict[int, Bucket](Bucket)
 
@@ -157,11 +164,12 @@ class DraftPolicy:
             using = best
         losses = {n: steps * seconds[n] * max(1 - ready[n] / ready[using], 0.0) for n in ready if n != using}
         hopes = {n: tokens[n] / self._cost(batch, n) for n in ready}
-        unknown = [n for n in losses if bucket.steps[n] <= FIRST_TRIALS and hopes[n] >= HOPE * max(hopes.values())]
+        least_rate = MIN_TRIAL_RATE * max(hopes.values())
+        unknown = [n for n in losses if bucket.timed[n] < FIRST_TRIALS and hopes[n] >= least_rate]
         larger = [n for n in losses if n > using][: bucket.trials % 2]  # every other time the next larger size
         tried = min(unknown or larger or losses, key=lambda n: bucket.latest.get(n, 0), default=using)
         due = bucket.since >= TRIAL_PAUSE * steps and losses.get(tried, 0.0) <= bucket.savings
-        if tried != using and bucket.steps[using] > FIRST_TRIALS and (due or (unknown and steps == 1)):
+        if tried != using and bucket.timed[using] >= FIRST_TRIALS and (due or (unknown and steps == 1)):
             return Choice(tried, trial=losses[tried])
         # A size without a program may cost half of what is expected beyond the next smaller one with a program.
         least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
@@ -175,7 +183,7 @@ class DraftPolicy:
         """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
         that it will run in."""
         choice = self.choose(batch, self._sizes[batch], 1, [Mean(1.0)], steps)
-        self.launched(batch, choice.nodes, trial=choice.trial)
+        self._use(self._buckets[batch], choice.nodes, choice.trial)
         return choice.nodes > 1
 
     def pays(self, batch: int, nodes: int, requests: int, forced: int) -> bool:
@@ -187,7 +195,7 @@ class DraftPolicy:
         bucket, expected = self._buckets[batch], dict[int, float]()
         speed, ratio, factor = bucket.speed.value if bucket.speed.weight else 1.0, 0.0, 1.0
         for n in self._sizes[batch]:
-            if n in bucket.ratios and bucket.ratios[n].weight > ESTIMATE:
+            if n in bucket.ratios and bucket.ratios[n].weight > ESTIMATE_WEIGHT:
                 ratio = bucket.ratios[n].value
                 factor = ratio / self._cost(batch, n)
             else:  # as wrong as the estimate of the next smaller size, and not below what that takes
@@ -206,6 +214,11 @@ class DraftPolicy:
         bucket = self._buckets[batch]
         bucket.steps[nodes] += 1
         bucket.latest[nodes] = bucket.steps.total()
+        if not self._by_request:
+            self._use(bucket, nodes, trial)
+
+    @staticmethod
+    def _use(bucket: Bucket, nodes: int, trial: float | None) -> None:
         if trial is None:
             bucket.using = nodes
         else:
@@ -217,17 +230,18 @@ class DraftPolicy:
         """Records a step of N nodes. `seconds`: None if unknown, or something compiled beside it; `drafted`: the `Mean`
         of each request that it drafted for and whose text no limit or stop token cut, with its accepted ranks."""
         bucket = self._buckets[batch]
-        bucket.since, bucket.savings = bucket.since + 1, bucket.savings + TRIAL_SHARE * (seconds or 0.0)
+        bucket.since += 1
         if nodes not in bucket.ratios:  # the first run of a program takes longer
             estimate = self._cost(batch, nodes)
-            bucket.ratios[nodes] = Mean(DECAY, ESTIMATE, ESTIMATE * estimate)
+            bucket.ratios[nodes] = Mean(DECAY, ESTIMATE_WEIGHT, ESTIMATE_WEIGHT * estimate)
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
             if nodes == bucket.using or not speed.weight:
                 speed.add(seconds / ratio.value)
-            else:
-                ratio.add(seconds / speed.value)
+            ratio.add(ratio.value if nodes == bucket.using else seconds / speed.value)
+            bucket.timed[nodes] += 1
+            bucket.savings = min(bucket.savings + TRIAL_SHARE * seconds, MAX_SAVINGS * seconds)
         counts = list[list[int]]()
         for own, ranks in drafted:
             counts.append(self.acceptance.counts(ranks))
@@ -243,7 +257,7 @@ class DraftPolicy:
         for batch, bucket in sorted(self._buckets.items()):
             for n, seconds in self.seconds(batch).items() if bucket.steps else ():
                 row = {"batch": batch, "nodes": n, "seconds": seconds if bucket.speed.weight else None}
-                row["measured"] = n in bucket.ratios and bucket.steps[n] > 1
+                row["measured"] = n in bucket.ratios and bucket.timed[n] > 0
                 row |= {"tokens": 1 + self.acceptance.drafts[n], "steps": bucket.steps[n], "using": n == bucket.using}
                 rows.append(row)
         return rows

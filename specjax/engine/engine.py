@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
+from specjax_kernels import skips_padding
 
 from specjax import checkpoint, gpu
 from specjax.cache import PoolShape, row_states
@@ -137,7 +138,9 @@ class Engine:
         snapshots = config.snapshot_rows if row_states(target.pages) else None
         self._sizes = {"rows": rows, "snapshots": snapshots or 0}  # of the state
         self.memory_plan = memory = self.make_plan(config.max_total_tokens).checked()
-        self.pool, self.buckets, self.context_length = memory.pool, memory.buckets, memory.context_length
+        self.pool, self.context_length = memory.pool, memory.context_length
+        skips = memory.buckets.ragged and self.mesh is None and skips_padding(params.target)
+        self.buckets = replace(memory.buckets, ragged=skips)
         check_custom(drafter, target, params, self.buckets.batches)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
@@ -165,7 +168,10 @@ class Engine:
         )
         sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
         guess = GUESSES[speculation.runs_model]
-        policy = DraftPolicy(sizes, self._estimated_ratio, guess) if self.buckets.chooses else None
+        by_request = speculation.costly_observe
+        policy = (
+            DraftPolicy(sizes, self._estimated_ratio, guess, by_request=by_request) if self.buckets.chooses else None
+        )
         self.runtime = Runtime(
             self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,
             self.pool.pages, self.vocab_size, lossless=self.lossless, policy=policy,

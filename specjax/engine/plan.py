@@ -124,7 +124,7 @@ class Buckets:
     ready_nodes: int = READY_NODES["gpu"]
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
     free_tokens: int = FREE_TOKENS["cpu"]
-    ragged: bool = False  # padding costs nothing
+    ragged: bool = False  # a prefill takes the time of its tokens, not of its padded size
 
     @classmethod
     def build(

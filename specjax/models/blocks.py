@@ -44,9 +44,9 @@ class Ragged(NamedTuple):
 
     The layers compute the U tokens of all rows side by side, [1, U, ...]. Only attention and cache entries have the
     block's shape, [B, N, ...]. With N = 3, U = 5 and lengths [2, 0, 3]: a b . | . . . | c d e  <->  a b c d e. Unused
-    places are zeros, which products on a CPU skip; padding holds values of arbitrary tokens, which are never read.
+    places and padding are zeros.
 
-    Without `source` the layers compute the block in its own shape, and its padding is zeros.
+    Without `source` the layers compute the block in its own shape.
     """
 
     length: PerRequest
@@ -56,7 +56,7 @@ class Ragged(NamedTuple):
     @classmethod
     def of(cls, length: PerRequest, width: int, tokens: int = 0) -> Ragged:
         """For rows of `length` tokens, each at most `width`, together at most `tokens` (0: any number)."""
-        if length.shape[0] == 1 or width == 1:  # all padding is at the end, or rows of one request at most
+        if length.shape[0] == 1 or width == 1:  # all padding is at the end, or no row has any
             return cls(length)
         tokens = tokens or length.shape[0] * width
         ends = jnp.cumsum(length)
@@ -81,7 +81,7 @@ class Ragged(NamedTuple):
 
     def parted(self, x: Array) -> Array:
         """[1, U, ...] -> [B, N, ...]."""
-        return x if self.place is None else x[0].at[self.place].get(mode="promise_in_bounds")
+        return x if self.place is None else self.cleared(x[0].at[self.place].get(mode="promise_in_bounds"))
 
 
 def joined(before: T | None, block: T) -> T:

@@ -98,7 +98,7 @@ STEEP = {1: 1.0, 2: 1.12, 4: 1.25, 8: 1.6}
 @pytest.mark.parametrize("chance", [0.05, 0.4, 0.6, 0.9])
 @pytest.mark.parametrize(("estimate", "batch"), [(0.1, 1), (1.0, 4)])
 def test_fastest_size_is_found_from_any_estimate(seconds, chance, estimate, batch):
-    """Within 4% of the best size in hindsight, the trials' 1% included."""
+    """Within 4% of the best size in hindsight, the trials' 0.5% included."""
     cost = {n: 1 + estimate * (n - 1) for n in seconds}
     policy = policy_of(cost, batches=[batch])
     simulate(policy, 1000, seconds, lambda step: chance, batch=batch)
