@@ -39,15 +39,14 @@ SWITCH_GAIN = 0.02  # minimum relative gain in rate for a change of N, which tak
 COMPILE_GAIN = 0.05  # the same for compiling a program
 TRIAL_SHARE = 0.005  # share of the time that trials may lose
 TRIAL_PAUSE = 8  # minimum number of steps between two trials
+SMALLER_PAUSE = 64  # minimum number of steps between trials of a smaller size, which only shows its duration
 FIRST_TRIALS = 6  # steps that measure a size at once if it might be faster; the first run of a program does not count
-MIN_TRIAL_RATE = 0.75  # of such a size, relative to the highest estimated rate
+MIN_TRIAL_RATE = 0.6  # of such a size, relative to the highest estimated rate
 MAX_SAVINGS = 4.0  # steps that trials may lose one after another
 DECAY = 0.95  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
 OWN_DECAY = 0.98  # the same in a request's own acceptance
-ESTIMATE_WEIGHT = (
-    8.0  # trials that the estimate of a ratio counts for: a step's time varies by a fifth on a shared machine
-)
+ESTIMATE_WEIGHT = 6.0  # trials that an estimated ratio counts for: steps vary by a fifth on a shared machine
 MAX_STEP_RATIO = 1.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
@@ -166,10 +165,13 @@ class DraftPolicy:
         hopes = {n: tokens[n] / self._cost(batch, n) for n in ready}
         least_rate = MIN_TRIAL_RATE * max(hopes.values())
         unknown = [n for n in losses if bucket.timed[n] < FIRST_TRIALS and hopes[n] >= least_rate]
-        larger = [n for n in losses if n > using][: bucket.trials % 2]  # every other time the next larger size
-        tried = min(unknown or larger or losses, key=lambda n: bucket.latest.get(n, 0), default=using)
-        due = bucket.since >= TRIAL_PAUSE * steps and losses.get(tried, 0.0) <= bucket.savings
-        if tried != using and bucket.timed[using] >= FIRST_TRIALS and (due or (unknown and steps == 1)):
+        age = {n: bucket.steps.total() - bucket.latest.get(n, 0) for n in losses}
+        due = [n for n in losses if losses[n] <= bucket.savings and (n > using or age[n] >= SMALLER_PAUSE)]
+        due = due if bucket.since >= TRIAL_PAUSE * steps else []
+        larger = [n for n in due if n > using][: bucket.trials % 2]  # every other time the next larger size
+        first = unknown if steps == 1 else []
+        tried = max(first or larger or due, key=age.__getitem__, default=using)
+        if tried != using and bucket.timed[using] >= FIRST_TRIALS:
             return Choice(tried, trial=losses[tried])
         # A size without a program may cost half of what is expected beyond the next smaller one with a program.
         least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
@@ -237,9 +239,10 @@ class DraftPolicy:
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
-            if nodes == bucket.using or not speed.weight:
+            if not speed.weight or (nodes == bucket.using and bucket.timed[nodes] >= FIRST_TRIALS):
                 speed.add(seconds / ratio.value)
-            ratio.add(ratio.value if nodes == bucket.using else seconds / speed.value)
+            else:
+                ratio.add(seconds / speed.value)
             bucket.timed[nodes] += 1
             bucket.savings = min(bucket.savings + TRIAL_SHARE * seconds, MAX_SAVINGS * seconds)
         counts = list[list[int]]()

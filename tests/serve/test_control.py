@@ -264,7 +264,7 @@ def test_metrics_of_completed_requests(server):
     assert after["sglang:spec_accept_length"] == pytest.approx(counters.verified / counters.verifications)
     drafts = after["vllm:spec_decode_num_draft_tokens_total"]
     assert drafts == counters.drafted_steps * (server.engine.drafter.width - 1)
-    assert after["specjax:spec_accept_rate"] == pytest.approx(counters.own_accepted / drafts)
+    assert after["specjax:spec_accept_rate"] == pytest.approx(counters.own_accepted / counters.own_drafts)
     by_depth = [counters.accepted_at[depth] for depth in range(len(counters.accepted_at))]
     assert sum(by_depth) == counters.accepted and by_depth == sorted(by_depth, reverse=True)
 
