@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -217,16 +218,19 @@ class Report:
 
     def __init__(self, engine: Engine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._last = Counters.sum([engine.counters])  # after the last step
-        self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
+        self._last = replace(engine.counters)  # after the last step; shares its collections with the engine
+        self._decoded, self._since = self._copy(), time.perf_counter()  # at the last line about decoding
         self._retracted = 0
         self._idle = True
         self.throughput = 0.0  # tokens a second in the last line about decoding
         self._ran = Counter[tuple[int, int]]()  # steps by batch bucket and N, at the last line about decoding
         self._sizes = dict[int, tuple[int, float]]()  # batch bucket -> N in its last line about sizes, and its time
 
+    def _copy(self) -> Counters:
+        return Counters.sum([self._engine.counters])
+
     def after_step(self) -> None:
-        engine, now = self._engine, Counters.sum([self._engine.counters])
+        engine, now = self._engine, replace(self._engine.counters)
         new = now.prefilled_tokens - self._last.prefilled_tokens
         retracted = engine.scheduler.retractions - self._retracted
         if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
@@ -245,7 +249,7 @@ class Report:
             counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
             logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
             if self._idle:  # exclude time without work
-                self._decoded, self._since = now, time.perf_counter()
+                self._decoded, self._since = self._copy(), time.perf_counter()
         if retracted:
             self._retracted += retracted
             problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
@@ -262,7 +266,7 @@ class Report:
                 shares = (f"{n} {count / total:.0%}" for n, count in sorted(nodes.items()))
                 queue += f", nodes: {', '.join(shares)}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
-            self._decoded, self._since = now, time.perf_counter()
+            self._decoded, self._since = self._copy(), time.perf_counter()
             if engine.policy is not None:
                 self._write_sizes(engine.policy.table())
 
