@@ -81,7 +81,7 @@ class Acceptance:
     def __init__(self, sizes: List[int], guess: float) -> None:
         self.sizes, self._guess = tuple(sizes), guess
         self._parts = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]
-        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]  # of the part to the part before it
+        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in sizes[2:]]  # of each part but the first to the part before it
         self._update()
 
     def counts(self, ranks: Iterable[int]) -> list[int]:
@@ -93,11 +93,11 @@ class Acceptance:
 
     def add(self, nodes: int, counts: List[float], weight: float) -> None:
         """Adds the mean counts of `weight` requests in a step of this many nodes. Parts that were not drafted fade."""
-        for k, (part, ratio) in enumerate(zip(self._parts, self._ratios, strict=True)):
-            drafted = weight if self.sizes[k + 1] <= nodes else 0.0
-            part.add(counts[k], drafted)
-            before = counts[k - 1] if k else 1.0
-            ratio.add(counts[k] / before if before else 0.0, drafted * before)
+        drafted = [weight if size <= nodes else 0.0 for size in self.sizes[1:]]
+        for part, count, share in zip(self._parts, counts, drafted, strict=True):
+            part.add(count, share)
+        for ratio, (before, count), share in zip(self._ratios, pairwise(counts), drafted[1:], strict=True):
+            ratio.add(count / before if before else 0.0, share * before)
         self._update()
 
     def _update(self) -> None:
@@ -105,9 +105,9 @@ class Acceptance:
         self.survivals = [part.towards(guess, GUESS_STEPS) for part in self._parts[:1]]  # accepted nodes of each part
         chance = min(self.survivals[0], 0.98) if self.sizes[1:2] == (2,) else self._guess
         sums = [sum(chance**rank for rank in range(*ends)) for ends in pairwise(self.sizes)]
-        for k, part in enumerate(self._parts[1:], start=1):
-            ratio = self._ratios[k].towards(sums[k] / sums[k - 1], GUESS_STEPS)
-            self.survivals.append(part.towards(self.survivals[-1] * ratio, GUESS_STEPS))
+        for part, ratio, (before, after) in zip(self._parts[1:], self._ratios, pairwise(sums), strict=True):
+            expected = self.survivals[-1] * ratio.towards(after / before, GUESS_STEPS)
+            self.survivals.append(part.towards(expected, GUESS_STEPS))
         self.drafts = dict(zip(self.sizes, accumulate(self.survivals, initial=0.0), strict=True))  # of all parts, by N
 
 
