@@ -45,11 +45,14 @@ def estimated_ratio(
         drafted, plain = estimated_seconds(batch, target, speculation, params, device)
         return drafted / plain
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
-    plain, checked = np.interp([batch, batch * speculation.drafter.width], tokens, durations).tolist()
-    if not speculation.runs_model:
-        return 1 + (1 - (1 - PROPOSED) ** batch) * (checked / plain - 1)
+    width = speculation.drafter.width
+    lookup = min(speculation.lookup, width) if speculation.runs_model else width
+    nodes = [batch, batch * lookup, batch * (width - lookup + 1)]
+    plain, found, drafted = np.interp(nodes, tokens, durations).tolist()
+    share = 1 - (1 - PROPOSED) ** batch if lookup > 1 else 0.0  # of steps with a draft without the model
     forwards, read, _ = _draft_forwards(speculation, params)
-    return checked / plain + CPU_LEVEL * forwards * read / _size(params.target)[0]
+    reading = CPU_LEVEL * forwards * read / _size(params.target)[0] if forwards else 0.0
+    return share * found / plain + (1 - share) * (drafted / plain + reading)
 
 
 def estimated_seconds(
@@ -74,7 +77,8 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
         return 0, 0, 0
     read = _size(params.draft)[0]
     if speculation.passes is None:
-        return speculation.drafter.depth, read, LEVEL_KERNELS
+        drafter = speculation.drafter
+        return min(drafter.depth, drafter.width - speculation.lookup), read, LEVEL_KERNELS
     # A block head has several layers, and may use the target's output layer.
     if "head" not in params.draft:
         read += _size(params.target.get("head", params.target["embed"]))[0]

@@ -29,6 +29,8 @@ from specjax.checkpoint.files import default_cache_dir, prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Drafter, Params, Speculation
 from specjax.drafters.factories import Auto, DrafterFactory, load_drafter, make_speculation, options_of, with_kind
+from specjax.drafters.hybrid import with_ngrams
+from specjax.drafters.ngram import Ngram
 from specjax.drafters.options import DraftOptions, ModelOptions, NoDraft, TreeShape
 from specjax.drafters.standalone import StandaloneParams
 from specjax.gpu import this_memory, warn_of_problem
@@ -224,6 +226,7 @@ class Chosen(NamedTuple):
     tree: TreeShape | None = None  # measured shape for options without one; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # shipped head at `options.path`
     mtp: MtpConfig | None = None  # the target's MTP layers, if they draft
+    ngrams: Ngram | None = None  # draft before it
 
     def speculation(
         self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
@@ -232,6 +235,8 @@ class Chosen(NamedTuple):
         """Makes the drafter for a loaded `head` or `model`. `quantization` of its weights appears in the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
         speculation = make_speculation(self.options, target=target, head=head, model=model, **shared)
+        if self.ngrams is not None and not speculation.explicit_width:
+            speculation = with_ngrams(speculation, make_speculation(self.ngrams, platform=platform))
         source = _path(self.options) or ""
         if self.head is not None:
             source = f"{self.head.name}, which comes with specjax"
@@ -245,7 +250,8 @@ class Chosen(NamedTuple):
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
     """Chooses the algorithm for a model.
 
-    AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams. An algorithm without
+    AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams; on a CPU, n-grams
+    before either, unless options give the tree. An algorithm without
     the head that it needs uses the shipped one; MTP and EAGLE also use MTP layers. A warning names options without
     effect. `platform`: "cpu" or "gpu"; None: the platform of this process.
     """
@@ -256,8 +262,9 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if options.reads_mtp_layers and shipped is None:
             inside = checkpoint.mtp_config(files, config)
     head, requested_algorithm = shipped or inside, options.algorithm
+    ngrams = Ngram(**options.given_of(Ngram)) if isinstance(options, Auto) and platform == "cpu" else None
     options, unused = options.choose(head.kind if head else None)
-    if unused:
+    if unused := [name for name in unused if ngrams is None or name not in Ngram.names()]:
         names = ", ".join(unused)
         logger.warning("no effect with %s, which %s chose: %s", options.algorithm, requested_algorithm, names)
     if options.needs is None or _path(options):
@@ -266,11 +273,12 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if options.kind != inside.kind:
             logger.info("%s without a head: the model's MTP layers draft (MTP)", options.algorithm)
             options = with_kind(options, inside.kind)
-        return Chosen(options, mtp=inside)
+        return Chosen(options, mtp=inside, ngrams=ngrams)
     if shipped is None or options.kind != shipped.kind:
         raise _no_path(options)
     options = replace(cast(ModelOptions, options), path=str(shipped.folder))
-    return Chosen(options, TreeShape(**shipped.serving("cpu" if platform == "cpu" else "gpu")), shipped)
+    tree = TreeShape(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
+    return Chosen(options, tree, shipped, ngrams=ngrams)
 
 
 def _path(options: DraftOptions) -> str | None:

@@ -179,11 +179,16 @@ def commit_phase(
     verdict = checked.verdict
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
-    observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
+    features = checked.features
+    if features is not None and config.ragged:
+        features = Ragged(emitted).cleared(features)
+    observation = Observation(path_tokens, verdict.tokens, features, emitted)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     accepted = jnp.maximum(emitted - 1, 0)
     # A chain has no scores.
-    order = verdict.path if drafter.topk == 1 else jnp.take_along_axis(ranks(tree), verdict.path, axis=1)
+    order = verdict.path
+    if drafter.topk != 1:
+        order = jnp.take_along_axis(ranks(tree, given=drafter.ranked), verdict.path, axis=1)
     output = StepOutput(verdict.tokens, emitted, accepted, order, finish, checked.logprobs, trace)
     rows = _row_moves(context, inputs)
     state = _advance(

@@ -162,9 +162,11 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
-def ranks(tree: DraftTree) -> Int32[Array, "B N"]:
+def ranks(tree: DraftTree, *, given: bool = False) -> Int32[Array, "B N"]:
     """Number of nodes that are better than each node: 0 for the root, and less for a parent than for its children. A
-    tree of n nodes has those of a larger one whose ranks are below n."""
+    tree of n nodes has those of a larger one whose ranks are below n. `given`: scores are minus the ranks."""
+    if given:
+        return jnp.where(tree.valid, -tree.scores, 0.0).astype(jnp.int32)
     # `fmax` takes NaN for the smallest score.
     scores = jnp.where(tree.valid, jnp.fmax(tree.scores, -jnp.inf), -jnp.inf).at[:, 0].set(jnp.inf)
     node, other = scores[:, :, None], scores[:, None, :]

@@ -194,6 +194,8 @@ class Drafter(NamedTuple):
         reads_tokens: whether the drafter calls `Context.committed` or `Context.suffix`.
         topk: nodes per level, where scores order the tree. 1: each tree is one path (`specjax.tree.chain`), whose
             first nodes are the best, so scores are computed only for traces. None: trees of any form.
+        ranked: whether scores are minus the ranks in a larger tree, of which a tree may lack some. Else each node's
+            rank is the number of better nodes.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Drafter(NamedTuple):
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
     reads_tokens: bool = False
     topk: int | None = None
+    ranked: bool = False
 
 
 class Speculation(NamedTuple):
@@ -221,6 +224,7 @@ class Speculation(NamedTuple):
             shapes share it. None: larger trees are cut to their best nodes.
         costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
             or in none, and steps in which no request drafts skip `observe`.
+        lookup: nodes N of trees that need no model, root included; larger trees have nodes of the model. 1: all do.
         passes: forwards of the draft that a proposal runs, for estimates of its time. None: one for each level.
         coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
         note: description of the tree for the log.
@@ -234,6 +238,7 @@ class Speculation(NamedTuple):
     every_step: bool = True
     resize: Callable[[int], Drafter] | None = None
     costly_observe: bool = False
+    lookup: int = 1
     passes: int | None = None
     coupling: str = "none"
     note: str = ""

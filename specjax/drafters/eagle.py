@@ -29,7 +29,7 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.grow import Read, grow, tree_drafter
 from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
 from specjax.limits import ParameterError, documented, setting, shown
-from specjax.models.blocks import Past, joined
+from specjax.models.blocks import Past, Ragged, joined
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import ALGORITHMS, head_spec
 from specjax.models.mtp import MtpHead
@@ -88,7 +88,7 @@ def eagle_drafter(
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
         offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
-        embedded = model.embed(params.target, params.draft, seen.next_tokens)
+        embedded = Ragged(seen.length).cleared(model.embed(params.target, params.draft, seen.next_tokens))
         feature = model.fuse(params.draft, seen.features)
         block = finite(model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset))
         cache = commit(state.cache, block, context.page_table, context.prefix_length, seen.length, after=())

@@ -29,7 +29,8 @@ CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
 
 @dataclass(frozen=True, init=False)
 class Auto(DraftOptions):
-    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
+    """The draft head that ships for the model, else the model's MTP layers, else n-grams. On a CPU, n-grams draft before
+    a head or layers (`specjax.drafters.hybrid`), unless the tree is given.
 
     Takes the options of these algorithms, except for `path` and `revision`: `Auto(steps=3)`. A warning names options
     that the chosen algorithm does not have.
@@ -51,11 +52,11 @@ class Auto(DraftOptions):
         object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
         if unknown := self.given.keys() - self.names():
             raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
-        affected = [options for options in CHOICES if self._given_of(options)]
+        affected = [options for options in CHOICES if self.given_of(options)]
         problems: list[ValueError] = []
         for options in affected:
             try:
-                options(**self._given_of(options))
+                options(**self.given_of(options))
             except ValueError as error:
                 problems.append(error)
         if problems and len(problems) == len(affected):
@@ -71,13 +72,14 @@ class Auto(DraftOptions):
 
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
         chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
-        effective = self._given_of(chosen)
+        effective = self.given_of(chosen)
         return chosen(**effective), [name for name in self.given if name not in effective]
 
     def speculation(self, loaded: Loaded) -> Speculation:
         raise ValueError(f"{self.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
 
-    def _given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
+    def given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
+        """The values of options that an algorithm has."""
         return {name: value for name, value in self.given.items() if name in options.names()}
 
 

@@ -42,10 +42,11 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.options import DraftOptions, Loaded
 from specjax.limits import ParameterError, documented, setting
-from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank, roots
+from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, rerank, roots
 
 NOWHERE = -1  # no ring position: an empty table entry or the end of a text; never an index to write at
 WAYS = 8  # positions in a bucket of the table
+CPU_NODES = 4  # default N on a CPU
 
 
 @documented
@@ -57,7 +58,7 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, including the root; default: 12; on a CPU 8",
+        "nodes N of a tree, including the root; default: 12; on a CPU 4, and no more than the matched tokens",
         minimum=2,
         maximum=64,
         flag="speculative_num_draft_tokens",
@@ -117,16 +118,16 @@ class Ngram(DraftOptions):
         return max(16, self.max_breadth)
 
     def speculation(self, loaded: Loaded) -> Speculation:
-        options = self
-        if self.nodes is None and loaded.platform == "cpu":
-            # On a CPU each node costs time, which is mostly gained back after two matched tokens. A GPU verifies twelve
-            # tokens in the time of one.
-            options = replace(self, nodes=8, min_match=max(self.min_match, min(2, self.max_match)))
+        # On a CPU each node costs time, and longer matches are continued further. A GPU verifies twelve tokens in the
+        # time of one.
+        cautious = self.nodes is None and loaded.platform == "cpu"
+        options = self if not cautious else replace(self, nodes=CPU_NODES, min_match=max(2, self.min_match))
         return Speculation(
-            ngram_drafter(options),
+            ngram_drafter(options, cautious=cautious),
             explicit_width=self.nodes is not None,
             every_step=False,  # where nothing matches, nodes are computed for nothing
-            resize=lambda nodes: ngram_drafter(replace(options, nodes=nodes)),
+            resize=lambda nodes: ngram_drafter(replace(options, nodes=nodes), cautious=cautious),
+            lookup=options.width,
             note=f"remembers the last {self.capacity:,} tokens of all requests",
         )
 
@@ -146,8 +147,12 @@ class NgramState(NamedTuple):
     ends: Int32[Array, "P W"]  # `tail` and `recent` at the last token of each page, for requests that start after it
 
 
-def ngram_drafter(config: Ngram) -> Drafter:
-    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
+def ngram_drafter(config: Ngram, *, cautious: bool = False) -> Drafter:
+    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid.
+
+    Args:
+        cautious: a tree has at most as many nodes as its longest match has tokens.
+    """
     window = config.max_match
     # Each token has an entry for each window size. Four places a token keep most entries until it is overwritten.
     sizes = window - config.min_match + 1
@@ -184,7 +189,8 @@ def ngram_drafter(config: Ngram) -> Drafter:
             scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
-            return rerank(context.root, pool._replace(scores=scores), config.width)
+            tree = rerank(context.root, pool._replace(scores=scores), config.width)
+            return best_nodes(tree, jnp.max(matched, axis=1)) if cautious else tree
 
         def on_cpu(some: Array) -> DraftTree:  # elsewhere a branch may cost more than it saves
             return jax.lax.cond(some, merged, lambda: roots(context.root, config.width))

@@ -11,8 +11,8 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
     tokens      of N: 1 + the survivals of the parts below N
 
 A part that was not drafted lately follows the part before it by their last measured ratio, which fades into that of a
-geometric sequence. So rising acceptance shows in the smallest trees. A request's own acceptance of the first part
-scales all its parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of
+geometric sequence. So rising acceptance shows in the smallest trees. Parts of n-grams and of a model (`specjax.drafters.hybrid`)
+follow their own. A request's own acceptance of the first part scales all its parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of
 `specjax.costs`, then of trials.
 
 The size in use changes if another rate is higher by `SWITCH_GAIN`. Some steps are trials: at the start a few of each
@@ -32,8 +32,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 SWITCH_GAIN = 0.02  # minimum relative gain in rate for a change of N, which takes no time
 COMPILE_GAIN = 0.05  # the same for compiling a program
@@ -50,7 +50,7 @@ ESTIMATE_WEIGHT = 6.0  # trials that an estimated ratio counts for: steps vary b
 MAX_STEP_RATIO = 1.5  # longer steps count as this multiple of the mean
 OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
-GUESSES = {True: 0.5, False: 0.25}  # first guess of a draft's acceptance, for a drafter with and without a model
+GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, of n-grams and of a model
 
 
 @dataclass
@@ -74,41 +74,72 @@ class Mean:
         return self.total / self.weight
 
 
-class Acceptance:
-    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `guess`: first guess of the
-    acceptance of a draft."""
+Own: TypeAlias = tuple[Mean, Mean]
+"""A request's own acceptance of the first part of n-grams, and of a model."""
+NO_ACCEPTANCE: Own = Mean(1.0), Mean(1.0)
 
-    def __init__(self, sizes: List[int], guess: float) -> None:
-        self.sizes, self._guess = tuple(sizes), guess
-        self._parts = [Mean(ACCEPTANCE_DECAY) for _ in sizes[1:]]
-        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in sizes[2:]]  # of each part but the first to the part before it
+
+def own_acceptance() -> Own:
+    """The acceptance of a new request."""
+    return Mean(OWN_DECAY), Mean(OWN_DECAY)
+
+
+class Acceptance:
+    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `lookup`: nodes from this
+    rank on are a model's."""
+
+    def __init__(self, sizes: List[int], lookup: int) -> None:
+        self._sizes, self._parts = tuple(sizes), list(pairwise(sizes))
+        self._modelled = [start >= lookup for start, _ in self._parts]
+        self._firsts = [self._modelled.index(modelled) for modelled in self._modelled]  # first part of the same source
+        self._means = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]
+        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]  # of each part to the part before it
         self._update()
 
     def counts(self, ranks: Iterable[int]) -> list[int]:
         """Number of these ranks in each part."""
         counts = [0] * len(self._parts)
         for rank in ranks:
-            counts[bisect_right(self.sizes, rank) - 1] += 1
+            counts[bisect_right(self._sizes, rank) - 1] += 1
         return counts
 
-    def add(self, nodes: int, counts: List[float], weight: float) -> None:
-        """Adds the mean counts of `weight` requests in a step of this many nodes. Parts that were not drafted fade."""
-        drafted = [weight if size <= nodes else 0.0 for size in self.sizes[1:]]
-        for part, count, share in zip(self._parts, counts, drafted, strict=True):
-            part.add(count, share)
-        for ratio, (before, count), share in zip(self._ratios, pairwise(counts), drafted[1:], strict=True):
-            ratio.add(count / before if before else 0.0, share * before)
+    def add(self, nodes: int, drafted: List[tuple[Own, Iterable[int]]]) -> None:
+        """Adds the accepted ranks of requests in a step of this many nodes. Parts that were not drafted fade."""
+        counts = [self.counts(ranks) for _, ranks in drafted]
+        for i in {first for first in self._firsts if self._sizes[first] < nodes}:
+            for (own, _), count in zip(drafted, counts, strict=True):
+                own[self._modelled[i]].add(float(count[i]))
+        before = 0.0
+        for size, part, ratio, *count in zip(self._sizes, self._means, self._ratios, *counts, strict=False):
+            weight, mean = float(len(counts) if size < nodes else 0), sum(count) / len(counts)
+            part.add(mean, weight)
+            ratio.add(mean / before if before else 0.0, weight * before)
+            before = mean
         self._update()
 
     def _update(self) -> None:
-        guess = sum(self._guess**rank for rank in range(1, *self.sizes[1:2])) if self._parts else 0.0
-        self.survivals = [part.towards(guess, GUESS_STEPS) for part in self._parts[:1]]  # accepted nodes of each part
-        chance = min(self.survivals[0], 0.98) if self.sizes[1:2] == (2,) else self._guess
-        sums = [sum(chance**rank for rank in range(*ends)) for ends in pairwise(self.sizes)]
-        for part, ratio, (before, after) in zip(self._parts[1:], self._ratios, pairwise(sums), strict=True):
-            expected = self.survivals[-1] * ratio.towards(after / before, GUESS_STEPS)
-            self.survivals.append(part.towards(expected, GUESS_STEPS))
-        self.drafts = dict(zip(self.sizes, accumulate(self.survivals, initial=0.0), strict=True))  # of all parts, by N
+        self.survivals = list[float]()  # accepted nodes of each part
+        self.drafts = {1: (0.0, 0.0)}  # of n-grams and of a model, by N
+        for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
+            start, end = self._parts[first]
+            chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else GUESSES[modelled]
+            sums = [sum(chance ** (rank - start + 1) for rank in range(*part)) for part in self._parts[: i + 1]]
+            expected = sums[i]
+            if i > first:
+                expected = self.survivals[-1] * self._ratios[i].towards(sums[i] / sums[i - 1], GUESS_STEPS)
+            self.survivals.append(self._means[i].towards(expected, GUESS_STEPS))
+            found, read = self.drafts[self._sizes[i]]
+            more = self.survivals[-1]
+            self.drafts[self._sizes[i + 1]] = (found, read + more) if modelled else (found + more, read)
+
+    def expected(self, requests: int, own: List[Own]) -> dict[int, float]:
+        """Tokens of a step by N, for requests of which those of `own` draft."""
+        scales = [0.0, 0.0]
+        for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
+            if i == first:
+                mean = self.survivals[i]
+                scales[modelled] = sum(each[modelled].towards(mean, OWN_STEPS) for each in own) / max(mean, 1e-6)
+        return {n: requests + scales[0] * found + scales[1] * read for n, (found, read) in self.drafts.items()}
 
 
 @dataclass
@@ -138,23 +169,24 @@ class DraftPolicy:
     Args:
         sizes: batch bucket -> N of its programs, ascending.
         cost: (batch bucket, N) -> estimated duration of a step, in any unit.
-        guess: acceptance of a draft before any measurement.
+        lookup: N of trees that need no model; see `Speculation`.
         by_request: `admit` chooses, not each step.
     """
 
     def __init__(
-        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], guess: float, *,
+        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], lookup: int, *,
         by_request: bool = False,
     ) -> None:  # fmt: skip
         self._sizes, self._cost, self._by_request = sizes, cache(cost), by_request
-        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), guess)
+        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), lookup)
         self._buckets = defaultdict[int, Bucket](Bucket)
 
-    def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Mean], steps: int = 1) -> Choice:
+    def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Own], steps: int = 1) -> Choice:
         """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
-        programs that can run; `own`: the `Mean` of each of them that drafts."""
+        programs that can run; `own`: acceptance of each of them that drafts."""
         seconds, bucket = self.seconds(batch), self._buckets[batch]
-        tokens = self.tokens(batch, requests, own)
+        expected = self.acceptance.expected(requests, own)
+        tokens = {n: expected[n] for n in seconds}
         rates = {n: tokens[n] / seconds[n] for n in tokens}
         ready = {n: rate for n, rate in rates.items() if n in compiled}
         best = max(ready, key=ready.__getitem__)
@@ -184,7 +216,7 @@ class DraftPolicy:
     def admit(self, batch: int, steps: int) -> bool:
         """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
         that it will run in."""
-        choice = self.choose(batch, self._sizes[batch], 1, [Mean(1.0)], steps)
+        choice = self.choose(batch, self._sizes[batch], 1, [NO_ACCEPTANCE], steps)
         self._use(self._buckets[batch], choice.nodes, choice.trial)
         return choice.nodes > 1
 
@@ -205,12 +237,6 @@ class DraftPolicy:
             expected[n] = speed * ratio
         return expected
 
-    def tokens(self, batch: int, requests: int, own: List[Mean]) -> dict[int, float]:
-        """Expected tokens of a step by N."""
-        drafts, first = self.acceptance.drafts, max(self.acceptance.survivals[:1], default=1.0)
-        scale = sum(mean.towards(first, OWN_STEPS) for mean in own) / max(first, 1e-6)
-        return {n: requests + scale * drafts[n] for n in self._sizes[batch]}
-
     def launched(self, batch: int, nodes: int, *, trial: float | None) -> None:
         """Notes a choice that is carried out."""
         bucket = self._buckets[batch]
@@ -227,10 +253,10 @@ class DraftPolicy:
             bucket.since, bucket.trials, bucket.savings = 0, bucket.trials + 1, max(bucket.savings - trial, 0.0)
 
     def record(
-        self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Mean, Iterable[int]]]
+        self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Own, Iterable[int]]]
     ) -> None:
-        """Records a step of N nodes. `seconds`: None if unknown, or something compiled beside it; `drafted`: the `Mean`
-        of each request that it drafted for and whose text no limit or stop token cut, with its accepted ranks."""
+        """Records a step of N nodes. `seconds`: None if unknown, or something compiled beside it; `drafted`: own
+        acceptance and accepted ranks of each request that it drafted for and whose text no limit or stop token cut."""
         bucket = self._buckets[batch]
         bucket.since += 1
         if nodes not in bucket.ratios:  # the first run of a program takes longer
@@ -245,13 +271,8 @@ class DraftPolicy:
                 ratio.add(seconds / speed.value)
             bucket.timed[nodes] += 1
             bucket.savings = min(bucket.savings + TRIAL_SHARE * seconds, MAX_SAVINGS * seconds)
-        counts = list[list[int]]()
-        for own, ranks in drafted:
-            counts.append(self.acceptance.counts(ranks))
-            own.add(float(counts[-1][0]))
-        if counts:
-            means = [sum(part) / len(counts) for part in zip(*counts, strict=True)]
-            self.acceptance.add(nodes, means, float(len(counts)))
+        if drafted := list(drafted):
+            self.acceptance.add(nodes, drafted)
 
     def table(self) -> list[dict[str, Any]]:
         """What is known of each size of the buckets that have run: seconds of a step (None: nothing is measured in this
@@ -261,6 +282,10 @@ class DraftPolicy:
             for n, seconds in self.seconds(batch).items() if bucket.steps else ():
                 row = {"batch": batch, "nodes": n, "seconds": seconds if bucket.speed.weight else None}
                 row["measured"] = n in bucket.ratios and bucket.timed[n] > 0
-                row |= {"tokens": 1 + self.acceptance.drafts[n], "steps": bucket.steps[n], "using": n == bucket.using}
+                row |= {
+                    "tokens": 1 + sum(self.acceptance.drafts[n]),
+                    "steps": bucket.steps[n],
+                    "using": n == bucket.using,
+                }
                 rows.append(row)
         return rows

@@ -37,7 +37,7 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.drafters.check import check_custom
 from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Resident, admission
-from specjax.engine.draft_policy import GUESSES, DraftPolicy
+from specjax.engine.draft_policy import DraftPolicy
 from specjax.engine.generation import (
     ENGINE_FAILED,
     DeltaReader,
@@ -167,10 +167,9 @@ class Engine:
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
-        guess = GUESSES[speculation.runs_model]
-        by_request = speculation.costly_observe
+        lookup, by_request = speculation.lookup if speculation.runs_model else drafter.width, speculation.costly_observe
         policy = (
-            DraftPolicy(sizes, self._estimated_ratio, guess, by_request=by_request) if self.buckets.chooses else None
+            DraftPolicy(sizes, self._estimated_ratio, lookup, by_request=by_request) if self.buckets.chooses else None
         )
         self.runtime = Runtime(
             self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,

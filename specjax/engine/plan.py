@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from specjax.drafters.base import Speculation
-from specjax.engine.draft_policy import Choice, DraftPolicy, Mean
+from specjax.engine.draft_policy import NO_ACCEPTANCE, Choice, DraftPolicy, Own
 
 BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
 """The steps between sizes are small on a GPU, where rows without a request cost as much as others."""
@@ -33,8 +33,8 @@ PROMPTS = 8
 computes half as many tokens, because many prompts are shorter. Attention and page writes are padded in any case."""
 
 PART = 0.9  # value of a token of an unfinished prompt: among equal rates, prefer programs that finish more prompts
-SIZES = 2, 3, 4  # N among which the policy chooses on a CPU, where each node costs time, beside 1 and the full trees
-READY_NODES = {"cpu": 4, "gpu": 512}  # maximum N of the step that a start waits for
+NEXT_SIZES = 4  # on a CPU, where each node costs time, the policy also chooses among this many N from `lookup` on
+READY_NODES = {"cpu": 6, "gpu": 512}  # maximum N of the step that a start waits for
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of this many tokens costs about twice as much as one of one token
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
@@ -144,12 +144,23 @@ class Buckets:
             tokens = prompts * small
         batches = (*(b for b in BATCHES[kind] if b < rows), rows)
         most = (HEAD_BLOCK_TOKENS if speculation.runs_model else BLOCK_TOKENS)[kind]
-        unlimited, width = speculation.explicit_width, speculation.drafter.width
-        trees = {b: width if unlimited or b == 1 else max(min(width, most // b), 1) for b in batches}
+        unlimited, width, lookup = speculation.explicit_width, speculation.drafter.width, speculation.lookup
+
+        def largest_tree(batch: int) -> int:
+            most_found = min(lookup, BLOCK_TOKENS[kind] // batch)
+            return width if unlimited or batch == 1 else max(min(width, most // batch), most_found, 1)
+
+        trees = {batch: largest_tree(batch) for batch in batches}
         nested = dict[int, tuple[int, ...]]()
         for n in trees.values():
             if adaptive and n > 1:
-                smaller = () if unlimited else SIZES if kind == "cpu" else (-(-n // 4), -(-n // 2))
+                smaller = (
+                    ()
+                    if unlimited
+                    else range(lookup, min(n, lookup + NEXT_SIZES))
+                    if kind == "cpu"
+                    else (-(-n // 4), -(-n // 2))
+                )
                 nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n)}))
         nodes = {1, *trees.values(), *chain(*nested.values())}
         return cls(
@@ -299,7 +310,7 @@ class Running(NamedTuple):
     id: str
     pages: int
     drafts: bool = True  # False: its steps never draft
-    acceptance: Mean = Mean(1.0)  # of its first drafts; see `DraftPolicy`
+    acceptance: Own = NO_ACCEPTANCE  # of its first drafts; see `DraftPolicy`
     grammar: bool = False
     unread: bool = False  # a step of it is in flight
     forced: tuple[int, ...] = ()  # tokens that its grammar forces next

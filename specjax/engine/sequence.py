@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.engine.draft_policy import OWN_DECAY, Mean
+from specjax.engine.draft_policy import Own, own_acceptance
 from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
@@ -258,7 +258,7 @@ class Sequence:
     status: Status = Status.WAITING
     slot: Slot | None = None  # None while it waits and after it has finished
     drafts: bool = True  # may draft; see `Speculation.costly_observe`
-    acceptance: Mean = field(default_factory=lambda: Mean(OWN_DECAY))  # of its first drafts; see `DraftPolicy`
+    acceptance: Own = field(default_factory=own_acceptance)  # of its first drafts; see `DraftPolicy`
     texts: list[Text] = field(default_factory=list)  # tokens of the context's full pages, while it waits
 
     @property
