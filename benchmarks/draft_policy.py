@@ -37,7 +37,7 @@ from records import finish, machine
 
 from specjax import Eagle3, Params, make_speculation, make_target
 from specjax.costs import CPU_STEP, estimated_seconds
-from specjax.engine.draft_policy import GUESSES, OWN_DECAY, DraftPolicy, Mean
+from specjax.engine.draft_policy import DraftPolicy, Own, own_acceptance
 from specjax.engine.plan import Buckets
 from specjax.gpu import DEVICES
 
@@ -110,14 +110,14 @@ class Policy:
     """`DraftPolicy`, called as by an engine."""
 
     def __init__(self, device: Device) -> None:
-        self._sizes, self.policy = device.sizes, DraftPolicy(device.sizes, device.estimate, GUESSES[True])
+        self._sizes, self.policy = device.sizes, DraftPolicy(device.sizes, device.estimate)
 
-    def choose(self, batch: int, own: list[Mean]) -> int:
+    def choose(self, batch: int, own: list[Own]) -> int:
         choice = self.policy.choose(batch, self._sizes[batch], len(own), own)
         self.policy.launched(batch, choice.nodes, trial=choice.trial)
         return choice.nodes
 
-    def record(self, batch: int, nodes: int, seconds: float, own: list[Mean], ranks: list[list[int]]) -> None:
+    def record(self, batch: int, nodes: int, seconds: float, own: list[Own], ranks: list[list[int]]) -> None:
         self.policy.record(batch, nodes, seconds, zip(own, ranks, strict=True) if nodes > 1 else [])
 
 
@@ -134,10 +134,10 @@ class Rule:
     def _slot(self, batch: int) -> Slot:
         return self._slots[max(least for least in self._slots if least <= batch)]
 
-    def choose(self, batch: int, own: list[Mean]) -> int:
+    def choose(self, batch: int, own: list[Own]) -> int:
         return 1 + self._slot(batch).drafts
 
-    def record(self, batch: int, nodes: int, seconds: float, own: list[Mean], ranks: list[list[int]]) -> None:
+    def record(self, batch: int, nodes: int, seconds: float, own: list[Own], ranks: list[list[int]]) -> None:
         self._slot(batch).record(mean(map(len, ranks)))
 
 
@@ -197,7 +197,7 @@ def simulate(device: Device, sets: Mapping[str, Texts], seed: int, steps: int) -
         counts = {n: mean(1 + sum(r < n for r in step) for text in texts for step in text) for n in device.sizes[batch]}
         known = max(counts, key=lambda n: counts[n] / seconds(batch, n))
         active = [(text := texts[rng.integers(len(texts))], int(rng.integers(len(text)))) for _ in range(load)]
-        own = {contender: [Mean(OWN_DECAY) for _ in active] for contender in contenders}
+        own = {contender: [own_acceptance() for _ in active] for contender in contenders}
         for _ in range(steps):
             ranks = [text[i] for text, i in active]
             noise = rng.lognormal(0, NOISE) * (SLOW if rng.random() < SLOW_SHARE else 1.0)
@@ -215,7 +215,7 @@ def simulate(device: Device, sets: Mapping[str, Texts], seed: int, steps: int) -
                     continue
                 active[k] = texts[rng.integers(len(texts))], 0
                 for means in own.values():
-                    means[k] = Mean(OWN_DECAY)
+                    means[k] = own_acceptance()
         rates = {contender: tokens[contender] / taken[contender] for contender in tokens}
         best = max(counts, key=rates.__getitem__)
         ratios = {contender: round(rates[contender] / rates[best], 4) for contender in contenders}

@@ -20,7 +20,7 @@ from specjax_kernels.platforms import by_platform
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, Speculation
-from specjax.tree import DraftTree, ranks, roots
+from specjax.tree import DraftTree, best_nodes, ranks, roots
 
 
 class HybridState(NamedTuple):
@@ -66,6 +66,8 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, width
 
         def drafted(*_: jax.Array) -> DraftTree:
             own, _ = model.propose(params, state.model, rest)
+            most = width - ngrams.width + 1
+            own = own if own.width <= most else best_nodes(own, jnp.full_like(context.root, most), most)
             order = ranks(own) if model.topk != 1 else jnp.arange(own.width, dtype=jnp.int32)[None, :]
             after = jnp.where(order > 0, order + (ngrams.width - 1), 0)
             scores = jnp.where(own.valid, -after.astype(jnp.float32), -jnp.inf)

@@ -11,9 +11,10 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
     tokens      of N: 1 + the survivals of the parts below N
 
 A part that was not drafted lately follows the part before it by their last measured ratio, which fades into that of a
-geometric sequence. So rising acceptance shows in the smallest trees. Parts of n-grams and of a model (`specjax.drafters.hybrid`)
-follow their own. A request's own acceptance of the first part scales all its parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of
-`specjax.costs`, then of trials.
+geometric sequence. So rising acceptance shows in the smallest trees. Where n-grams draft before a model
+(`specjax.drafters.hybrid`), its parts do not follow theirs. A request's own acceptance of the first part scales all
+parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of `specjax.costs`, then
+of trials.
 
 The size in use changes if another rate is higher by `SWITCH_GAIN`. Some steps are trials: at the start a few of each
 size that might be faster, then now and then one of the next larger size or of any other, whose expected losses are at
@@ -86,10 +87,10 @@ def own_acceptance() -> Own:
 
 class Acceptance:
     """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `lookup`: nodes from this
-    rank on are a model's."""
+    rank on are a model's; `guesses`: first guesses of a draft's acceptance, of n-grams and of a model."""
 
-    def __init__(self, sizes: List[int], lookup: int) -> None:
-        self._sizes, self._parts = tuple(sizes), list(pairwise(sizes))
+    def __init__(self, sizes: List[int], lookup: int = 1, guesses: tuple[float, float] = GUESSES) -> None:
+        self._sizes, self._parts, self._guesses = tuple(sizes), list(pairwise(sizes)), guesses
         self._modelled = [start >= lookup for start, _ in self._parts]
         self._firsts = [self._modelled.index(modelled) for modelled in self._modelled]  # first part of the same source
         self._means = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]
@@ -122,7 +123,7 @@ class Acceptance:
         self.drafts = {1: (0.0, 0.0)}  # of n-grams and of a model, by N
         for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
             start, end = self._parts[first]
-            chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else GUESSES[modelled]
+            chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else self._guesses[modelled]
             sums = [sum(chance ** (rank - start + 1) for rank in range(*part)) for part in self._parts[: i + 1]]
             expected = sums[i]
             if i > first:
@@ -171,14 +172,15 @@ class DraftPolicy:
         cost: (batch bucket, N) -> estimated duration of a step, in any unit.
         lookup: N of trees that need no model; see `Speculation`.
         by_request: `admit` chooses, not each step.
+        guesses: see `Acceptance`.
     """
 
     def __init__(
-        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], lookup: int, *,
-        by_request: bool = False,
+        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], lookup: int = 1, *,
+        by_request: bool = False, guesses: tuple[float, float] = GUESSES,
     ) -> None:  # fmt: skip
         self._sizes, self._cost, self._by_request = sizes, cache(cost), by_request
-        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), lookup)
+        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), lookup, guesses)
         self._buckets = defaultdict[int, Bucket](Bucket)
 
     def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Own], steps: int = 1) -> Choice:

@@ -18,19 +18,20 @@ from engine_helpers import NGRAM, check_idle, check_texts, make_engine, toy
 from specjax.costs import CPU_LEVEL, CPU_STEP, KERNEL, LAYER_KERNELS, LEVEL_KERNELS, STEP_KERNELS
 from specjax.drafters import Speculation, TreeShape, make_speculation
 from specjax.drafters.base import Params
+from specjax.drafters.hybrid import with_ngrams
 from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
     COMPILE_GAIN,
     FIRST_TRIALS,
     MAX_STEP_RATIO,
-    OWN_DECAY,
     SWITCH_GAIN,
     TRIAL_PAUSE,
     TRIAL_SHARE,
     Acceptance,
     Choice,
     DraftPolicy,
-    Mean,
+    Own,
+    own_acceptance,
 )
 from specjax.gpu import DEVICES
 from specjax.step import speculate_step
@@ -40,9 +41,7 @@ SIZES = (1, 2, 3, 4)
 CHAIN = 7  # drafts of the longest chain
 
 
-def request() -> Mean:
-    """The acceptance of a new request."""
-    return Mean(OWN_DECAY)
+request = own_acceptance
 
 
 def policy_of(
@@ -50,10 +49,14 @@ def policy_of(
 ) -> DraftPolicy:
     """A policy whose estimates are these costs by N, by default one of each node."""
     sizes = SIZES if cost is None else tuple(cost)
-    return DraftPolicy(dict.fromkeys(batches, sizes), lambda batch, n: float(n) if cost is None else cost[n], guess)
+
+    def costs(batch: int, n: int) -> float:
+        return float(n) if cost is None else cost[n]
+
+    return DraftPolicy(dict.fromkeys(batches, sizes), costs, guesses=(guess, guess))
 
 
-def chosen(policy: DraftPolicy, batch: int, own: list[Mean], requests: int | None = None, sizes=SIZES) -> int:
+def chosen(policy: DraftPolicy, batch: int, own: list[Own], requests: int | None = None, sizes=SIZES) -> int:
     """Nodes of a step that is launched."""
     choice = policy.choose(batch, sizes, len(own) if requests is None else requests, own)
     policy.launched(batch, choice.nodes, trial=choice.trial)
@@ -141,34 +144,34 @@ def test_useless_drafts_cost_no_more_than_trials():
 
 def test_larger_trees_tell_the_acceptance_of_smaller_ones():
     """Of each size, what its own steps would accept, also where accepted nodes are not the first ones."""
-    rng, floats = np.random.default_rng(0), lambda counts: [*map(float, counts)]
+    rng = np.random.default_rng(0)
     paths = [sorted((rng.choice(7, rng.integers(4), replace=False) + 1).tolist()) for _ in range(4000)]
-    large, own = Acceptance((1, 2, 4, 8), 0.5), Acceptance((1, 2, 4, 8), 0.5)
+    large, own = Acceptance((1, 2, 4, 8)), Acceptance((1, 2, 4, 8))
     for nodes in (2, 4, 8):
         for path in paths:
-            large.add(8, floats(large.counts(path)), 1.0)
-            own.add(nodes, floats(own.counts([rank for rank in path if rank < nodes])), 1.0)
+            large.add(8, [(request(), path)])
+            own.add(nodes, [(request(), [rank for rank in path if rank < nodes])])
         part = (2, 4, 8).index(nodes)
         assert large.survivals[: part + 1] == pytest.approx(own.survivals[: part + 1])
 
 
 def test_rising_acceptance_shows_in_small_trees():
     """Parts that are not drafted any more follow those that are."""
-    acceptance = Acceptance(SIZES, 0.5)
+    acceptance = Acceptance(SIZES)
     for count in (0.0, 1.0):
         for _ in range(1600):
-            acceptance.add(2, [count, 0.0, 0.0], 1.0)
+            acceptance.add(2, [(request(), [1] * int(count))])
         expected = [count, count**2, count**3]
         assert acceptance.survivals == pytest.approx(expected, abs=0.1)
     for _ in range(400):
-        acceptance.add(4, [1.0, 1.0, 0.0], 1.0)
+        acceptance.add(4, [(request(), [1, 2])])
     assert acceptance.survivals == pytest.approx([1, 1, 0], abs=0.05)
 
 
 @pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
 def test_forced_tokens_pay_for_the_whole_batch(requests, forced, expected):
     """One forced token of a request makes all rows of its batch wide."""
-    policy = DraftPolicy({1: SIZES, 4: SIZES}, lambda batch, n: 1.0 if n == 1 else {1: 1.4, 4: 3.0}[batch], 0.3)
+    policy = DraftPolicy({1: SIZES, 4: SIZES}, lambda batch, n: 1.0 if n == 1 else {1: 1.4, 4: 3.0}[batch])
     assert policy.pays(requests, 4, requests, forced) == expected
 
 
@@ -232,13 +235,13 @@ def test_acceptance_of_each_request():
         for own, ranks in ((good, [1]), (bad, [])):
             policy.launched(1, 2, trial=None)
             policy.record(1, 2, 1.5, [(own, ranks)])
-    tokens = [policy.tokens(1, 1, [own])[2] for own in (bad, new, good)]
+    tokens = [policy.acceptance.expected(1, [own])[2] for own in (bad, new, good)]
     assert tokens == pytest.approx([1.15, 1.5, 1.85], abs=0.1)
     for _ in range(FIRST_TRIALS + 1):
         policy.record(1, 1, 1.0, [])
     chosen(policy, 1, [bad], sizes=(1, 2))  # a trial is due
     assert chosen(policy, 1, [bad], sizes=(1, 2)) == 1 and chosen(policy, 1, [good], sizes=(1, 2)) == 2
-    assert policy.tokens(1, 4, [good])[1] == 4 and policy.tokens(1, 4, [good])[2] < 5
+    assert policy.acceptance.expected(4, [good])[1] == 4 and policy.acceptance.expected(4, [good])[2] < 5
 
 
 def test_table_tells_why_a_size_was_chosen():
@@ -275,14 +278,16 @@ def test_admission():
 def engine_of(kind: str, **config) -> Engine:
     sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": LONGEST, "max_running_requests": 3}
     if kind == "NGRAM":
-        speculation = make_speculation(NGRAM)._replace(explicit_width=False)
+        speculation = make_speculation(NGRAM)._replace(explicit_width=False, lookup=1)
         return make_engine(toy(), speculation, warm=False, adaptive=True, **sizes | config)
-    llama, drafter, params = drafting(kind)
+    llama, drafter, params = drafting("eagle3" if kind == "hybrid" else kind)
     speculation = Speculation(drafter, explicit_width=False)
+    if kind == "hybrid":
+        speculation = with_ngrams(speculation, make_speculation(NGRAM))
     return make_engine(llama, speculation, draft=params, warm=False, adaptive=True, **sizes | config)
 
 
-@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3", "hybrid"])
 def test_text_for_any_sizes(kind):
     """Each step has a random N, with penalties, limits of drafts and requests that never draft."""
     # On a CPU a head drafts for single requests only.
@@ -295,7 +300,7 @@ def test_text_for_any_sizes(kind):
         return Choice(nodes)
 
     engine.policy.choose = choose
-    model = toy() if kind == "NGRAM" else drafting(kind).toy
+    model = toy() if kind == "NGRAM" else drafting("eagle3").toy
     prompts = [rng.integers(5, 30, 4 + 5 * (i % 3)).tolist() for i in range(6)]
     changes = [{}, {"frequency_penalty": 0.5}, {"draft_limit": 0}, {"speculate": False}, {"draft_limit": 1}, {}]
     params = [SamplingParams(max_new_tokens=16 + i, temperature=float(i % 2), seed=i, **changes[i]) for i in range(6)]

@@ -53,7 +53,7 @@ def every_key(sizes: Buckets) -> list[Key]:
 def policy_of(sizes: Buckets, ratio: float, guess: float = 0.5) -> DraftPolicy:
     """`ratio`: estimated duration of a step with drafts relative to one without."""
     nodes = {batch: sizes.sizes(batch) for batch in sizes.batches}
-    return DraftPolicy(nodes, lambda batch, n: ratio if n > 1 else 1.0, guess)
+    return DraftPolicy(nodes, lambda batch, n: ratio if n > 1 else 1.0, guesses=(guess, guess))
 
 
 # Properties
@@ -298,7 +298,8 @@ def test_buckets_cover_all_batches(rows, platform):
     def sizes(**facts: Any) -> Buckets:
         return buckets(platform, with_facts(width=60, **facts), rows=rows, request_pages=700)
 
-    one, heads = sizes(), sizes(features="final")
+    one, before_heads = sizes(), with_facts(width=60, features="final")
+    heads = buckets(platform, before_heads._replace(lookup=1), rows=rows, request_pages=700)
     asked = buckets(platform, with_facts(width=60)._replace(explicit_width=True), rows=rows, request_pages=700)
     assert one.batches == tuple(sorted(set(one.batches))) and one.batches[-1] == rows
     assert len(one.batches) + len(one.chunks) < 16
@@ -309,6 +310,10 @@ def test_buckets_cover_all_batches(rows, platform):
     for limited, most in ((one, BLOCK_TOKENS), (heads, HEAD_BLOCK_TOKENS)):
         expected = {b: 60 if b == 1 else max(min(60, most[platform] // b), 1) for b in one.batches}
         assert limited.trees == expected, "a single request has the whole tree"
+    found = buckets(platform, before_heads._replace(lookup=4), rows=rows, request_pages=700)
+    for b in one.batches[1:]:
+        nodes = min(4, BLOCK_TOKENS[platform] // b) if platform == "cpu" else found.trees[b]
+        assert found.trees[b] == max(nodes, 1), "n-grams draft where a head is too slow"
     assert set(asked.trees.values()) == {60} and asked.most_drafting == rows, "an explicit width holds everywhere"
     if rows == 100:
         assert one.most_drafting == {"cpu": 16, "gpu": 100}[platform]
