@@ -30,6 +30,8 @@ COMMANDS = ("/abort_request", "/continue_generation", "/flush_cache", "/pause_ge
 # Origins that may be the server's own: a page can give its own name the server's address (DNS rebinding), but no other
 # name. A page at an IP address or at localhost comes from that address.
 OWN_ORIGIN = re.compile(r"https?://((?:localhost|[\d.]+|\[[\da-f:.]+\])(?::\d+)?)")
+MAX_PATH = 256  # bytes of a path in the log and in messages
+MAX_METHOD = 16  # bytes of a method there
 CLOSE = {"Connection": "close"}
 SYNTHETIC = "X-Specjax-Synthetic-Acceptance"  # header of every answer with `SyntheticAcceptance`
 INTERNAL = "internal error; the server's log has it"
@@ -152,9 +154,15 @@ def request_id(headers: Headers) -> str:
     return id if re.fullmatch(r"[\w.:/+=@-]{1,128}", id, re.ASCII) else secrets.token_hex(12)
 
 
+def shown_path(path: str) -> str:
+    """A path for log lines and messages: printable, and cut to `MAX_PATH` bytes."""
+    text = quote(path[:MAX_PATH], errors="replace")
+    return text if len(text) <= MAX_PATH and len(path) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
+
+
 def log_answer(scope: Mapping[str, Any], status: int, id: str) -> None:
     client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
-    line = f"{scope['method']} {quote(scope['path'])} HTTP/{scope['http_version']}"
+    line = f"{scope['method'][:MAX_METHOD]} {shown_path(scope['path'])} HTTP/{scope['http_version']}"
     logger.info('%s - "%s" %d, request %s', client, line, status, id)
 
 
