@@ -33,7 +33,7 @@ from specjax.serve.delivery import Listener
 from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
 from specjax.serve.message_format import AnswerForm, answer_form
-from specjax.serve.middleware import INTERNAL, Gate, check_state
+from specjax.serve.middleware import INTERNAL, MAX_METHOD, Gate, check_state, shown_path
 from specjax.serve.openai_answers import FINGERPRINT, Answer, Echo, OpenAIAnswer, TokenNames, echo_of
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
 from specjax.serve.runner import Service
@@ -181,8 +181,8 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str, extensi
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> NoReturn:
-        path, headers = request.url.path, error.headers
-        messages = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
+        path, headers = shown_path(request.scope["path"]), error.headers
+        messages = {404: f"there is no {path} here", 405: f"{path} has no {request.method[:MAX_METHOD]}"}
         message = messages.get(error.status_code, str(error.detail))
         if error.status_code == 405:
             headers = {"Allow": ", ".join(sorted(methods(request.scope)))}

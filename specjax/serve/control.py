@@ -195,7 +195,7 @@ def add_control_routes(
     @app.get(HEALTH, tags=["server"])
     async def health() -> dict[str, Any]:
         check_state(runner)
-        return {"status": "ok"}
+        return {"status": "paused" if runner.paused else "ok"}
 
     @app.get("/health_generate", tags=["SGLang"])
     async def health_generate() -> dict[str, Any]:
@@ -245,23 +245,29 @@ def add_control_routes(
         text, kind = exposition(runner.ranks, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": kind})
 
-    @app.get("/flush_cache", tags=["SGLang"])
+    # `Gate` checks the origin of commands, and `BodyRoute` the type of their bodies. They change the state of the
+    # engine, so none of them is a GET.
+
     @app.post("/flush_cache", tags=["SGLang"])
-    async def flush_cache() -> dict[str, Any]:
-        if not all(await on_all(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
-            raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
+    async def flush_cache(body: Body | None = None) -> dict[str, Any]:
+        flushed = await on_all(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))
+        if not all(flushed):
+            part = f"; {sum(flushed)} of {len(flushed)} replicas were flushed" if any(flushed) else ""
+            problem = f"cannot flush while requests run or wait ({runner.unfinished} do){part}"
+            raise bad_request(problem, code="busy")
         return {"success": True, "message": "Cache flushed."}
 
     @app.post("/pause_generation", tags=["SGLang"])
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
         mode = (body and body.mode) or "abort"
-        await on_all(runner, lambda rank: rank.pause(mode))
-        return {"success": True, "message": "Generation paused."}
+        count = sum(await on_all(runner, lambda rank: rank.pause(mode)))
+        end = "aborted" if mode == "abort" else "wait"
+        return {"success": True, "message": f"Generation paused; {count} requests {end}."}
 
     @app.post("/continue_generation", tags=["SGLang"])
     async def continue_generation(body: Body | None = None) -> dict[str, Any]:
-        await on_all(runner, Runner.go_on)
-        return {"success": True, "message": "Generation continues."}
+        paused = any(await on_all(runner, Runner.go_on))
+        return {"success": True, "message": "Generation continues." if paused else "Generation was not paused."}
 
     @app.post("/abort_request", tags=["SGLang"])
     async def abort_request(body: AbortRequest) -> dict[str, Any]:

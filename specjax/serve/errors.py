@@ -27,6 +27,7 @@ ENGINE_GONE = "the engine failed and the server ends; the request can be sent ag
 ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
 SHUT_DOWN = "the server is shutting down"
 ABORTED = "the request was aborted (/abort_request)"
+PAUSED = "the request was aborted (/pause_generation with mode abort)"
 
 INVALID = "invalid_grammar"  # code of errors in grammars, which the schemas of bodies cannot detect
 SHOWN = 60  # maximum number of characters of a client's value in a message

@@ -32,6 +32,9 @@ IGNORED_HEADER = "X-Specjax-Ignored-Fields"  # names the fields of the request t
 MAX_NAMED = 16  # maximum number of ignored fields in the header
 MAX_NAME = 64  # maximum number of characters of a field's name in headers and messages
 
+# Web pages can send these content types to any server without a CORS preflight.
+SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+
 MAX_MARKS = 2**20  # maximum number of commas, colons and opening brackets in a body: room for batches of token ids
 INLINE_BYTES = 2**14  # maximum size of a body that is read on the event loop; a thread would take longer
 
@@ -323,11 +326,12 @@ class BodyRoute(APIRoute):
 
 
 async def receive_body(request: Request, *, optional: bool) -> bytearray:
-    """The bytes of a body. Raises an ApiError, a 415, if it is not sent as JSON, or is compressed."""
-    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-        return bytearray()
-    # Web pages can send other types to a local server without a CORS preflight.
+    """The bytes of a body. Raises an ApiError, a 415, if it is not sent as JSON, or is compressed. An absent body has
+    any type, except `SIMPLE` ones."""
     sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    if optional and empty and sent_as not in SIMPLE:
+        return bytearray()
     if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
         raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
     coding = request.headers.get("content-encoding", "identity").strip().lower()

@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.acceptance import SyntheticAcceptance
-from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, unavailable
+from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, shown, unavailable
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
 
@@ -26,6 +26,12 @@ MAX_BODIES = 2**30  # bytes of the bodies of all unanswered requests
 HEALTH = "/health"  # answers in any state
 PAGE = "/"  # the chat page: static and without secrets
 OPEN = (HEALTH, PAGE)  # paths that need no API key
+COMMANDS = ("/abort_request", "/continue_generation", "/flush_cache", "/pause_generation")  # change the engine's state
+# Origins that may be the server's own: a page can give its own name the server's address (DNS rebinding), but no other
+# name. A page at an IP address or at localhost comes from that address.
+OWN_ORIGIN = re.compile(r"https?://((?:localhost|[\d.]+|\[[\da-f:.]+\])(?::\d+)?)")
+MAX_PATH = 256  # bytes of a path in the log and in messages
+MAX_METHOD = 16  # bytes of a method there
 CLOSE = {"Connection": "close"}
 SYNTHETIC = "X-Specjax-Synthetic-Acceptance"  # header of every answer with `SyntheticAcceptance`
 INTERNAL = "internal error; the server's log has it"
@@ -108,12 +114,28 @@ class Gate:
             if scheme.lower() != "bearer" or not valid:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if path in COMMANDS:
+            check_origin(headers, self._settings.allowed_origins)
         # During a drain, `Generation.respond` refuses new requests. Routers and Prometheus read the state meanwhile.
         if self._runner.state is not State.DRAINING or not self._runner.loaded:
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:
             raise _too_large()
+
+
+def check_origin(headers: Headers, allowed: Collection[str]) -> None:
+    """Raises an ApiError, a 403, if a web page of another server sent the request. Browsers add `Origin` to every POST;
+    other programs send none."""
+    origin = headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    own = OWN_ORIGIN.fullmatch(origin)
+    if own is None or own[1] != headers.get("host"):
+        origins = f"the origins of --allowed-origins (now {', '.join(allowed) or 'none'})"
+        raise ApiError(
+            403, f"web pages of {shown(origin)} send no commands to this server; only its own and {origins} do"
+        )
 
 
 def check_state(runner: Service) -> None:
@@ -132,9 +154,15 @@ def request_id(headers: Headers) -> str:
     return id if re.fullmatch(r"[\w.:/+=@-]{1,128}", id, re.ASCII) else secrets.token_hex(12)
 
 
+def shown_path(path: str) -> str:
+    """A path for log lines and messages: printable, and cut to `MAX_PATH` bytes."""
+    text = quote(path[:MAX_PATH], errors="replace")
+    return text if len(text) <= MAX_PATH and len(path) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
+
+
 def log_answer(scope: Mapping[str, Any], status: int, id: str) -> None:
     client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
-    line = f"{scope['method']} {quote(scope['path'])} HTTP/{scope['http_version']}"
+    line = f"{scope['method'][:MAX_METHOD]} {shown_path(scope['path'])} HTTP/{scope['http_version']}"
     logger.info('%s - "%s" %d, request %s', client, line, status, id)
 
 

@@ -32,6 +32,7 @@ from specjax.serve.errors import (
     ENGINE_STUCK,
     FAILED_STEP,
     NO_PROGRAM,
+    PAUSED,
     Pause,
     State,
     bad_request,
@@ -276,7 +277,7 @@ class Runner(threading.Thread, Service):
         pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
         with self._wake:
             matches = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
-            self._command(lambda: self._end_with_answer(matches))
+            self._command(lambda: self._end_with_answer(matches, ABORTED))
         return len(matches)
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
@@ -299,15 +300,19 @@ class Runner(threading.Thread, Service):
         future.add_done_callback(self._calls.discard)
         return future
 
-    def pause(self, mode: Pause) -> Future[None]:
-        """Draws no more tokens until `go_on`; new requests wait. `mode`: as `PauseRequest`."""
+    def pause(self, mode: Pause) -> Future[int]:
+        """Draws no more tokens until `go_on`; new requests wait. `mode`: as `PauseRequest`. Returns the number of
+        sequences that end or wait."""
 
-        def stop(engine: Engine) -> None:
+        def stop(engine: Engine) -> int:
             self._paused = True
+            with self._wake:
+                sequences = list(self._listeners)
             if mode == "abort":
-                self._end_with_answer(list(self._listeners))
+                self._end_with_answer(sequences, PAUSED)
             elif mode == "retract":
                 engine.retract_all()
+            return len(sequences)
 
         return self.call(stop)
 
@@ -315,9 +320,12 @@ class Runner(threading.Thread, Service):
     def _has_work(self) -> bool:
         return not self._paused and bool(self.engine.unfinished or self.engine.changed)
 
-    def go_on(self) -> Future[None]:
-        def start(_: Engine) -> None:
-            self._paused = False
+    def go_on(self) -> Future[bool]:
+        """Ends a pause. Returns False if there was none."""
+
+        def start(_: Engine) -> bool:
+            paused, self._paused = self._paused, False
+            return paused
 
         return self.call(start)
 
@@ -447,9 +455,9 @@ class Runner(threading.Thread, Service):
             self._end(sequence, message, code)
             self.traffic.gone(sequence)
 
-    def _end_with_answer(self, sequences: list[Sequence]) -> None:
+    def _end_with_answer(self, sequences: list[Sequence], message: str) -> None:
         running = [sequence for sequence in sequences if sequence in self._listeners]
-        self._forget(running, ABORTED, AbortCode.REQUESTED)
+        self._forget(running, message, AbortCode.REQUESTED)
         self._deliver(running)
 
     def _end(self, sequence: Sequence, message: str | None, code: AbortCode | None = None) -> None:

@@ -20,9 +20,10 @@ from server_helpers import SECONDS, Running, braked, check_error, in_background,
 
 from specjax.acceptance import AcceptAbove
 from specjax.cli import serve as command
+from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.engine.runtime import Counters
-from specjax.serve.errors import ABORTED
+from specjax.serve.errors import ABORTED, PAUSED
 from specjax.serve.metrics import SECONDS as BUCKETS
 from specjax.serve.metrics import Latencies, Report
 
@@ -122,9 +123,6 @@ def test_server_info_and_model_info(server):
     assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
     assert model["context_length"] == 128 and model["speculative_algorithm"] == "NGRAM"
     assert model["verify_steps"] >= model["drafted_steps"] > 0
-    with server.client() as client:
-        for method in ("GET", "POST"):
-            assert client.request(method, "/flush_cache").json()["success"] is True
 
 
 def test_server_info_names_lossy_thresholds():
@@ -326,6 +324,116 @@ def test_aborted_stream_ends_with_its_reason(server):
                 server.post("/abort_request", {"rid": "s"})
                 brake.release()
     assert lines[-1] == "[DONE]" and json.loads(lines[-2])["meta_info"]["finish_reason"]["type"] == "abort"
+    server.wait_idle()
+
+
+# Commands from web pages.
+
+COMMANDS = {
+    "/pause_generation": {"mode": "in_place"}, "/flush_cache": {}, "/continue_generation": {},
+    "/abort_request": {"abort_all": True},
+}  # fmt: skip
+SIMPLE = (
+    "text/plain",
+    "Text/Plain; charset=utf-8",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+)
+
+
+def state_of(server: Running) -> tuple[bool, int, int]:
+    """What commands change: paused, unfinished requests, cached pages."""
+    return server.runner.paused, server.runner.unfinished, server.engine.scheduler.prefix.evictable
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_web_pages_send_no_commands(server, path):
+    """Neither with a foreign `Origin`, nor with what a page can send without a preflight request, nor by GET."""
+    server.complete("hello " * 6, max_tokens=1)
+    server.wait_idle()
+    bodies = [b"", b"{}", json.dumps(COMMANDS[path]).encode()]
+    with braked(server.engine, after=2) as brake, server.client() as client:
+        running = in_background(server.complete, max_tokens=9, ignore_eos=True)
+        brake.wait()
+        before = state_of(server)
+        assert before[1] and before[2]
+        for origin in ("https://evil.example", "null", "file://", "", "http://127.0.0.1:1", "http://localhost"):
+            for kind in ("application/json", "text/plain"):
+                refused = client.post(path, content=bodies[-1], headers={"Origin": origin, "Content-Type": kind})
+                check_error(refused, 403, text=f"{origin!r}")
+            check_error(client.post(path, headers={"Origin": origin}), 403, text="--allowed-origins")
+        rebound = {"Host": "evil.example:30000", "Origin": "http://evil.example:30000"}
+        check_error(client.post(path, json=COMMANDS[path], headers=rebound), 403, text="evil.example:30000")
+        for kind in SIMPLE:
+            for body in bodies:
+                check_error(client.post(path, content=body, headers={"Content-Type": kind}), 415, text="json")
+        for method in ("GET", "HEAD", "PUT", "DELETE"):
+            refused = client.request(method, path)
+            assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        assert state_of(server) == before and not running.done()
+    assert running.result(SECONDS).json()["usage"]["completion_tokens"] == 9
+    server.wait_idle()
+
+
+def test_every_post_route_refuses_simple_requests(server):
+    """Whatever a page can send without a preflight request."""
+    with server.client() as client:
+        document = client.get("/openapi.json").json()["paths"]
+        paths = [path for path, methods in document.items() if "post" in methods]
+        assert {*COMMANDS, COMPLETE, GENERATE} <= {*paths}
+        for path in paths:
+            for kind in SIMPLE:
+                for body in (b"", b"{}"):
+                    assert client.post(path, content=body, headers={"Content-Type": kind}).status_code == 415, path
+
+
+def test_commands_of_programs_and_own_pages(server):
+    """As SGLang's clients send them: without a body, with `{}`, or with aiohttp's type of an empty body."""
+    site = "https://my.site"
+    settings = ServerSettings(allowed_origins=(site,))
+    with running(make_engine(toy(), "NONE"), settings) as open_to_site, server.client() as client:
+        port = server.base.rpartition(":")[2]
+        for headers in (
+            {}, {"Origin": server.base}, {"Origin": f"http://localhost:{port}", "Host": f"localhost:{port}"},
+            {"Origin": "https://[::1]", "Host": "[::1]"},
+        ):  # fmt: skip
+            for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+                empty = headers | {"Content-Type": "application/octet-stream"}
+                for options in ({"headers": headers}, {"json": {}, "headers": headers}, {"headers": empty}):
+                    assert client.post(path, **options).json()["success"], (path, options)
+            assert client.post("/abort_request", json={"abort_all": True}, headers=headers).json()["success"]
+            assert client.post("/pause_generation", json={"mode": "retract"}, headers=headers).json()["success"]
+            assert client.post("/continue_generation", json={}, headers=headers).json()["success"]
+        with open_to_site.client(headers={"Origin": site}) as page:
+            assert page.post("/flush_cache").json()["success"]
+        with open_to_site.client(headers={"Origin": "https://other.site"}) as page:
+            check_error(page.post("/flush_cache"), 403, text=f"now {site}")
+
+
+def test_commands_say_what_happened(server, monkeypatch):
+    slow_down(server.engine, monkeypatch, 0.02)
+    sampling = {"max_new_tokens": 100, "ignore_eos": True, "n": 2}
+    for mode, ends in (
+        ("abort", "2 requests aborted"),
+        ("in_place", "2 requests wait"),
+        ("retract", "2 requests wait"),
+    ):
+        job = in_background(server.post, GENERATE, {"text": "hello", "sampling_params": sampling})
+        wait_until(lambda: server.runner.unfinished == 2)
+        completion = in_background(server.complete, max_tokens=100, ignore_eos=True) if mode == "abort" else None
+        wait_until(lambda count=2 + (completion is not None): server.runner.unfinished == count)
+        said = server.post("/pause_generation", {"mode": mode}).json()["message"]
+        assert said == f"Generation paused; {ends if completion is None else '3 requests aborted'}."
+        assert server.get("/health").json() == {"status": "paused"}
+        if completion is not None:
+            error = check_error(completion.result(SECONDS), 400, text="/pause_generation")
+            assert error["code"] == "aborted" and "/abort_request" not in error["message"]
+        assert server.post("/continue_generation", {}).json()["message"] == "Generation continues."
+        assert server.post("/continue_generation", {}).json()["message"] == "Generation was not paused."
+        assert server.get("/health").json() == {"status": "ok"}
+        reasons = [choice["meta_info"]["finish_reason"] for choice in job.result(SECONDS).json()]
+        aborted = {"type": "abort", "message": PAUSED, "code": "aborted"}
+        assert reasons == [aborted if mode == "abort" else {"type": "length", "length": 100}] * 2
     server.wait_idle()
 
 

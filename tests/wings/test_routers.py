@@ -192,7 +192,7 @@ def check_idle(workers: list[Worker]) -> None:
         wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
         load = worker.load()
         assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
-        assert worker.get("/flush_cache").json()["success"]
+        assert httpx.post(f"{worker.url}/flush_cache", timeout=30).json()["success"]
         pages = worker.get("/server_info").json()["internal_states"][0]["pages"]
         assert pages["free"] == pages["total"] and pages["cached"] == 0
 
