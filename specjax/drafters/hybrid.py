@@ -61,14 +61,14 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, width
         tree = _padded(tree, context, width)
         if model is None:
             return tree, state
-        found = tree.valid[:, 1]
+        found, propose_model, is_chain = tree.valid[:, 1], model.propose, model.topk == 1
         rest = context._replace(active=context.active & ~found)
 
         def drafted(*_: jax.Array) -> DraftTree:
-            own, _ = model.propose(params, state.model, rest)
+            own, _ = propose_model(params, state.model, rest)
             most = width - ngrams.width + 1
             own = own if own.width <= most else best_nodes(own, jnp.full_like(context.root, most), most)
-            order = ranks(own) if model.topk != 1 else jnp.arange(own.width, dtype=jnp.int32)[None, :]
+            order = jnp.arange(own.width, dtype=jnp.int32)[None, :] if is_chain else ranks(own)
             after = jnp.where(order > 0, order + (ngrams.width - 1), 0)
             scores = jnp.where(own.valid, -after.astype(jnp.float32), -jnp.inf)
             return _padded(own._replace(scores=scores), context, width)
