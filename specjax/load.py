@@ -235,7 +235,7 @@ class Chosen(NamedTuple):
         """Makes the drafter for a loaded `head` or `model`. `quantization` of its weights appears in the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
         speculation = make_speculation(self.options, target=target, head=head, model=model, **shared)
-        if self.ngrams is not None and not speculation.explicit_width:
+        if self.ngrams is not None:
             speculation = with_ngrams(speculation, make_speculation(self.ngrams, platform=platform))
         source = _path(self.options) or ""
         if self.head is not None:
@@ -262,7 +262,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         if options.reads_mtp_layers and shipped is None:
             inside = checkpoint.mtp_config(files, config)
     head, requested_algorithm = shipped or inside, options.algorithm
-    ngrams = Ngram(**options.given_of(Ngram)) if isinstance(options, Auto) and platform == "cpu" else None
+    ngrams = options.ngrams() if isinstance(options, Auto) and platform == "cpu" else None
     options, unused = options.choose(head.kind if head else None)
     if unused := [name for name in unused if ngrams is None or name not in Ngram.names()]:
         names = ", ".join(unused)

@@ -52,11 +52,11 @@ class Auto(DraftOptions):
         object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
         if unknown := self.given.keys() - self.names():
             raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
-        affected = [options for options in CHOICES if self.given_of(options)]
+        affected = [options for options in CHOICES if self._given_of(options)]
         problems: list[ValueError] = []
         for options in affected:
             try:
-                options(**self.given_of(options))
+                options(**self._given_of(options))
             except ValueError as error:
                 problems.append(error)
         if problems and len(problems) == len(affected):
@@ -70,16 +70,19 @@ class Auto(DraftOptions):
         names = dict.fromkeys(name for options in CHOICES for name in options.names())
         return tuple(name for name in names if name not in ("path", "revision"))
 
+    def ngrams(self) -> Ngram | None:
+        """The n-grams that draft before a head on a CPU; None: the head's tree is given, which has no others."""
+        return None if {"steps", "topk", "nodes"} & self.given.keys() else Ngram(**self._given_of(Ngram))
+
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
         chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
-        effective = self.given_of(chosen)
+        effective = self._given_of(chosen)
         return chosen(**effective), [name for name in self.given if name not in effective]
 
     def speculation(self, loaded: Loaded) -> Speculation:
         raise ValueError(f"{self.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
 
-    def given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
-        """The values of options that an algorithm has."""
+    def _given_of(self, options: type[DraftOptions]) -> dict[str, Any]:
         return {name: value for name, value in self.given.items() if name in options.names()}
 
 
