@@ -121,7 +121,8 @@ class Ngram(DraftOptions):
         # On a CPU each node costs time, and longer matches are continued further. A GPU verifies twelve tokens in the
         # time of one.
         cautious = self.nodes is None and loaded.platform == "cpu"
-        options = self if not cautious else replace(self, nodes=CPU_NODES, min_match=max(2, self.min_match))
+        least = max(self.min_match, min(2, self.max_match))
+        options = self if not cautious else replace(self, nodes=CPU_NODES, min_match=least)
         return Speculation(
             ngram_drafter(options, cautious=cautious),
             explicit_width=self.nodes is not None,
@@ -151,7 +152,7 @@ def ngram_drafter(config: Ngram, *, cautious: bool = False) -> Drafter:
     """Drafts by matching. [B, N] trees; where nothing matches only the root is valid.
 
     Args:
-        cautious: a tree has at most as many nodes as its longest match has tokens.
+        cautious: a tree has at most as many nodes as its longest match has tokens, or two.
     """
     window = config.max_match
     # Each token has an entry for each window size. Four places a token keep most entries until it is overwritten.
@@ -190,7 +191,7 @@ def ngram_drafter(config: Ngram, *, cautious: bool = False) -> Drafter:
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
             tree = rerank(context.root, pool._replace(scores=scores), config.width)
-            return best_nodes(tree, jnp.max(matched, axis=1)) if cautious else tree
+            return best_nodes(tree, jnp.maximum(jnp.max(matched, axis=1), 2)) if cautious else tree
 
         def on_cpu(some: Array) -> DraftTree:  # elsewhere a branch may cost more than it saves
             return jax.lax.cond(some, merged, lambda: roots(context.root, config.width))

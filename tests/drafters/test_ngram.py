@@ -47,8 +47,8 @@ def test_extreme_settings(changes):
 
 
 @functools.cache
-def compiled(config: Ngram):
-    drafter = ngram_drafter(config)
+def compiled(config: Ngram, cautious: bool = False):
+    drafter = ngram_drafter(config, cautious=cautious)
     return drafter, jax.jit(drafter.propose), jax.jit(drafter.observe)
 
 
@@ -61,9 +61,9 @@ class Match(NamedTuple):
 class Memory:
     """ROWS rows. `texts` holds each request that ever was, as (salt, tokens), in the order of their last tokens."""
 
-    def __init__(self, config: Ngram = Ngram(capacity=1 << 16)):  # noqa: B008
+    def __init__(self, config: Ngram = Ngram(capacity=1 << 16), *, cautious: bool = False):  # noqa: B008
         self.config = config
-        self.drafter, self._propose, self._observe = compiled(config)
+        self.drafter, self._propose, self._observe = compiled(config, cautious)
         self.state = self.drafter.init(NONE, ROWS, PoolShape(4, 4))
         self.texts: list[list[int]] = []
         self.salts: list[int] = []
@@ -304,14 +304,24 @@ def test_matches_of_several_lengths():
 def test_default_on_a_cpu(monkeypatch):
     made = []
 
-    def recorded(config: Ngram):
-        made.append((config.width, config.min_match))
-        return ngram_drafter(config)
+    def recorded(config: Ngram, *, cautious: bool):
+        made.append((config.width, config.min_match, cautious))
+        return ngram_drafter(config, cautious=cautious)
 
     monkeypatch.setattr(ngram, "ngram_drafter", recorded)
     for options in (Ngram(), Ngram(max_match=1), Ngram(min_match=3), Ngram(nodes=6)):
         assert make_speculation(options, platform="cpu").explicit_width == (options.nodes is not None)
-    assert made == [(8, 2), (8, 1), (8, 3), (6, 1)]
+    assert made == [(4, 2, True), (4, 1, True), (4, 3, True), (6, 1, False)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_cautious_trees_have_no_more_nodes_than_matched_tokens(size):
+    memory = Memory(Ngram(capacity=1024, nodes=6), cautious=True)
+    memory.start(0)
+    memory.observe({0: [*range(10, 30)]})
+    memory.start(1)
+    memory.observe({1: [1, *range(20 - size, 19)]})
+    assert len(memory.propose({1: 19})[1].tokens) == min(max(size, 2), 6)
 
 
 def test_max_breadth():
