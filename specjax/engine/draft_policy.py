@@ -124,10 +124,13 @@ class Acceptance:
         for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
             start, end = self._parts[first]
             chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else self._guesses[modelled]
-            sums = [sum(chance ** (rank - start + 1) for rank in range(*part)) for part in self._parts[: i + 1]]
-            expected = sums[i]
-            if i > first:
-                expected = self.survivals[-1] * self._ratios[i].towards(sums[i] / sums[i - 1], GUESS_STEPS)
+            # Of a geometric sequence: this part, after the part before it if that has the same source.
+            *before, expected = [
+                sum(chance ** (rank - start + 1) for rank in range(*part))
+                for part in self._parts[max(i - 1, first) : i + 1]
+            ]
+            if before:
+                expected = self.survivals[-1] * self._ratios[i].towards(expected / before[0], GUESS_STEPS)
             self.survivals.append(self._means[i].towards(expected, GUESS_STEPS))
             found, read = self.drafts[self._sizes[i]]
             more = self.survivals[-1]
