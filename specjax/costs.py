@@ -45,8 +45,7 @@ def estimated_ratio(
         drafted, plain = estimated_seconds(batch, target, speculation, params, device)
         return drafted / plain
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
-    width = speculation.drafter.width
-    lookup = min(speculation.lookup, width) if speculation.runs_model else width
+    width, lookup = speculation.drafter.width, speculation.modelless
     nodes = [batch, batch * lookup, batch * (width - lookup + 1)]
     plain, found, drafted = np.interp(nodes, tokens, durations).tolist()
     share = 1 - (1 - PROPOSED) ** batch if lookup > 1 else 0.0  # of steps with a draft without the model
@@ -78,7 +77,7 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
     read = _size(params.draft)[0]
     if speculation.passes is None:
         drafter = speculation.drafter
-        return min(drafter.depth, drafter.width - speculation.lookup), read, LEVEL_KERNELS
+        return min(drafter.depth, drafter.width - speculation.modelless), read, LEVEL_KERNELS
     # A block head has several layers, and may use the target's output layer.
     if "head" not in params.draft:
         read += _size(params.target.get("head", params.target["embed"]))[0]

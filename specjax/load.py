@@ -251,9 +251,9 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     """Chooses the algorithm for a model.
 
     AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams; on a CPU, n-grams
-    before either, unless options give the tree. An algorithm without
-    the head that it needs uses the shipped one; MTP and EAGLE also use MTP layers. A warning names options without
-    effect. `platform`: "cpu" or "gpu"; None: the platform of this process.
+    before either, unless options give the tree. An algorithm without the head that it needs uses the shipped one; MTP
+    and EAGLE also use MTP layers. A warning names options without effect. `platform`: "cpu" or "gpu"; None: the
+    platform of this process.
     """
     platform = platform or jax.default_backend()
     shipped = inside = None

@@ -249,6 +249,11 @@ class Speculation(NamedTuple):
         """True if drafts need a model: `observe` reads features or runs a model itself."""
         return self.drafter.features is not None or self.costly_observe
 
+    @property
+    def modelless(self) -> int:
+        """Number of nodes of its trees that need no model: `lookup`, or all without a model."""
+        return min(self.lookup, self.drafter.width) if self.runs_model else self.drafter.width
+
     def within(self, nodes: int) -> Drafter:
         """Returns the drafter for trees of at most `nodes` nodes."""
         if self.resize is None or not 1 < nodes < self.drafter.width:

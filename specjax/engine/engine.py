@@ -167,7 +167,7 @@ class Engine:
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
-        lookup, by_request = speculation.lookup if speculation.runs_model else drafter.width, speculation.costly_observe
+        lookup, by_request = speculation.modelless, speculation.costly_observe
         policy = (
             DraftPolicy(sizes, self._estimated_ratio, lookup, by_request=by_request) if self.buckets.chooses else None
         )

@@ -151,17 +151,11 @@ class Buckets:
             return width if unlimited or batch == 1 else max(min(width, most // batch), most_found, 1)
 
         trees = {batch: largest_tree(batch) for batch in batches}
-        nested = dict[int, tuple[int, ...]]()
+        nested, near = dict[int, tuple[int, ...]](), range(lookup, lookup + NEXT_SIZES)
         for n in trees.values():
             if adaptive and n > 1:
-                smaller = (
-                    ()
-                    if unlimited
-                    else range(lookup, min(n, lookup + NEXT_SIZES))
-                    if kind == "cpu"
-                    else (-(-n // 4), -(-n // 2))
-                )
-                nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n)}))
+                smaller = near if kind == "cpu" else (-(-n // 4), -(-n // 2))
+                nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n and not unlimited)}))
         nodes = {1, *trees.values(), *chain(*nested.values())}
         return cls(
             batches=batches,
