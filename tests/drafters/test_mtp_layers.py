@@ -21,7 +21,7 @@ from toy_models import Runner, Toy
 from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_config, mtp_config, resolve
 from specjax.checkpoint.torch_files import write_torch_list
 from specjax.config import ModelConfig, MtpConfig
-from specjax.drafters import Auto, Eagle, Mtp, options_of
+from specjax.drafters import Auto, Eagle, Mtp, Ngram, options_of
 from specjax.drafters.factories import make_speculation
 from specjax.load import choose, load
 from specjax.models import make_target
@@ -226,7 +226,9 @@ def test_choice_of_mtp_layers(saved, tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "EAGLE without a head: the model's MTP layers draft (MTP)"
     ]
-    assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None)
+    assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None, None)
+    before = [choose(Auto(**given), files, config, "cpu").ngrams for given in ({}, {"capacity": 2048}, {"steps": 2})]
+    assert before == [Ngram(), Ngram(capacity=2048), None], "n-grams draft before MTP layers, too"
     with pytest.raises(ValueError, match=r"^Eagle3\.path is missing: EAGLE3 needs a draft head$"):
         choose(options_of("EAGLE3"), files, config)
     save_model(tmp_path, "Qwen3ForCausalLM", **SIZES)
