@@ -222,6 +222,7 @@ class Speculation(NamedTuple):
             (`EngineConfig.adaptive`).
         resize: number of nodes (at least 2) -> drafter of smaller trees with the same state, so that steps of several
             shapes share it. None: larger trees are cut to their best nodes.
+        largest: largest number that `resize` takes. None: the drafter's width.
         costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
             or in none, and steps in which no request drafts skip `observe`.
         lookup: nodes N of trees that need no model, root included; larger trees have nodes of the model. 1: all do.
@@ -237,6 +238,7 @@ class Speculation(NamedTuple):
     explicit_width: bool = True
     every_step: bool = True
     resize: Callable[[int], Drafter] | None = None
+    largest: int | None = None
     costly_observe: bool = False
     lookup: int = 1
     passes: int | None = None
@@ -252,11 +254,16 @@ class Speculation(NamedTuple):
     @property
     def modelless(self) -> int:
         """Number of nodes of its trees that need no model: `lookup`, or all without a model."""
-        return min(self.lookup, self.drafter.width) if self.runs_model else self.drafter.width
+        return min(self.lookup, self.largest_size) if self.runs_model else self.drafter.width
+
+    @property
+    def largest_size(self) -> int:
+        """Largest N of a step."""
+        return self.largest or self.drafter.width
 
     def within(self, nodes: int) -> Drafter:
-        """Returns the drafter for trees of at most `nodes` nodes."""
-        if self.resize is None or not 1 < nodes < self.drafter.width:
+        """Returns the drafter for steps of N = `nodes`: its trees have at most this many."""
+        if self.resize is None or not 1 < nodes < self.largest_size:
             return self.drafter
         return self.resize(nodes)
 

@@ -5,7 +5,8 @@
 
 On a CPU the passes of a head cost more than the nodes that they draft, and the text of a match costs nothing. N says
 what a step may use: up to the N of n-grams these alone, beyond it the first nodes of the head's chain, too. So the
-parts of `specjax.engine.draft_policy` are the n-grams and then the levels of the head, and it chooses what pays.
+parts of `specjax.engine.draft_policy` are the n-grams and then the levels of the head, and it chooses what pays. A tree
+has nodes of one of the two, so its arrays are those of the wider one.
 
 Arctic Inference combines a model with lookup in a similar way (SuffixDecoding, arXiv 2411.04975).
 """
@@ -31,26 +32,28 @@ class HybridState(NamedTuple):
 def with_ngrams(model: Speculation, ngrams: Speculation) -> Speculation:
     """Drafts with n-grams of W nodes where they have any, else with the model's tree of V nodes.
 
-    Trees of N nodes: within W those of the n-grams; N = W + v has the model's of v + 1 nodes, so the largest N is
+    N up to W has trees of the n-grams alone; N = W + v has the model's of v + 1 nodes, too, so the largest N is
     W + V - 1.
     """
-    lookup, width = ngrams.drafter.width, ngrams.drafter.width + model.drafter.width - 1
+    lookup, largest = ngrams.drafter.width, ngrams.drafter.width + model.drafter.width - 1
 
     def resize(nodes: int) -> Drafter:
         with_model = model.within(nodes - lookup + 1) if nodes > lookup else None
-        return hybrid_drafter(model.drafter, ngrams.within(nodes), with_model, min(nodes, width))
+        return hybrid_drafter(model.drafter, ngrams.within(nodes), with_model, max(nodes - lookup + 1, 1))
 
     return model._replace(
-        drafter=resize(width),
+        drafter=resize(largest),
         resize=resize,
+        largest=largest,
         lookup=lookup,
         note=f"{model.note}; n-grams first, which need no head" + (f"; {ngrams.note}" if ngrams.note else ""),
     )
 
 
-def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, width: int) -> Drafter:
-    """Proposes the trees of `ngrams` where it has any, else those of `model`, if there is one. Neither may change its
-    state when it proposes. `whole`: the model's drafter of the largest tree, which observes."""
+def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most: int) -> Drafter:
+    """Proposes the trees of `ngrams` where it has any, else the `most` best nodes of `model`, if there is one. Neither
+    may change its state when it proposes. `whole`: the model's drafter of the largest tree, which observes."""
+    width = max(ngrams.width, most)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         return HybridState(ngrams.init(params, rows, pool), whole.init(params, rows, pool))
@@ -66,7 +69,6 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, width
 
         def drafted(*_: jax.Array) -> DraftTree:
             own, _ = propose_model(params, state.model, rest)
-            most = width - ngrams.width + 1
             own = own if own.width <= most else best_nodes(own, jnp.full_like(context.root, most), most)
             order = jnp.arange(own.width, dtype=jnp.int32)[None, :] if is_chain else ranks(own)
             after = jnp.where(order > 0, order + (ngrams.width - 1), 0)

@@ -119,7 +119,8 @@ class Buckets:
     several: tuple[int, int, int] | None  # prefill of several prompts: prompts, most tokens of each, and of all
     tables: tuple[int, ...]  # pages per request
     trees: Mapping[int, int]  # batch bucket -> largest N of its trees; 1: its steps never draft
-    depths: Mapping[int, int]  # N -> depth of trees of N nodes
+    depths: Mapping[int, int]  # N -> depth of the trees
+    widths: Mapping[int, int]  # N -> nodes of the trees: N, or fewer of a hybrid
     nested: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # largest N -> N that the policy chooses among
     ready_nodes: int = READY_NODES["gpu"]
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
@@ -144,7 +145,7 @@ class Buckets:
             tokens = prompts * small
         batches = (*(b for b in BATCHES[kind] if b < rows), rows)
         most = (HEAD_BLOCK_TOKENS if speculation.runs_model else BLOCK_TOKENS)[kind]
-        unlimited, width, lookup = speculation.explicit_width, speculation.drafter.width, speculation.lookup
+        unlimited, width, lookup = speculation.explicit_width, speculation.largest_size, speculation.lookup
 
         def largest_tree(batch: int) -> int:
             most_found = min(lookup, BLOCK_TOKENS[kind] // batch)
@@ -165,6 +166,7 @@ class Buckets:
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             trees=trees,
             depths={n: min(speculation.within(n).depth, n - 1) for n in nodes},
+            widths={n: min(speculation.within(n).width, n) for n in nodes},
             nested=nested,
             ready_nodes=READY_NODES[kind],
             ahead=kind == "gpu",

@@ -421,11 +421,12 @@ class Programs:
                 drafter = drafter._replace(features=None, observe=lambda params, state, context, seen: state)
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
-            function, config = speculate_step, StepConfig(key.nodes, self._trace, ragged=self._ragged)
+            nodes = min(key.nodes, drafter.width)
+            function, config = speculate_step, StepConfig(nodes, self._trace, ragged=self._ragged)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
             elif key.kind == "constrained":
-                vocab_size, nodes = self._target.config.vocab_size, key.nodes
+                vocab_size = self._target.config.vocab_size
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step

@@ -185,7 +185,8 @@ def dispatch(runtime: Runtime, batch: Batch) -> None:
 def _drafted_trees(runtime: Runtime, batch: Batch, step: np.ndarray) -> np.ndarray:
     """The drafter's trees for a step with a grammar, int32 [B, 5, N]; roots alone if nothing is drafted, all tokens are
     forced, or the drafter's program does not fit into memory, which is logged."""
-    roots, key = root_trees(batch.key.width, batch.key.nodes), batch.key.proposal
+    key = batch.key.proposal
+    roots = root_trees(batch.key.width, runtime.buckets.widths[batch.key.nodes])
     if batch.drafted <= batch.forced.keys():
         return roots
     try:
@@ -234,7 +235,8 @@ def collect(runtime: Runtime, flight: InFlight) -> None:
         stepped, drafted = key.verifies and bool(tokens), sequence.id in flight.batch.drafted
         # Of a forced end, only the first token stands for one that the step emitted.
         count, free = min(kept, len(tokens) - forced + 1), sequence.params.grammar is None
-        runtime.counters.count(count, verified=stepped, nodes=key.nodes if drafted else 1, free=free)
+        nodes = runtime.buckets.widths[key.nodes] if drafted else 1
+        runtime.counters.count(count, verified=stepped, nodes=nodes, free=free)
         sequence.output.drafted_steps += stepped and drafted
         if sequence.output.finish_reason is not None:
             ended.append(sequence)

@@ -50,12 +50,12 @@ def context(roots: list[int]) -> Context:
 def test_model_drafts_where_nothing_matches(nodes):
     """Trees of N nodes have up to LOOKUP nodes of n-grams, or N - LOOKUP drafts of the model."""
     speculation = with_ngrams(resizable("EAGLE3", READ, WIDTH, features="final"), resizable("NGRAM", FOUND, LOOKUP))
-    assert (speculation.drafter.width, speculation.drafter.depth, speculation.lookup) == (6, 3, LOOKUP)
+    assert (speculation.largest_size, speculation.drafter.depth, speculation.lookup) == (6, 3, LOOKUP)
     assert speculation.drafter.features == "final" and speculation.drafter.name == "EAGLE3"
     drafter = speculation.within(nodes)
     state = drafter.init(Params(None), 2, PoolShape(1, 1))
     tree, _ = drafter.propose(Params(None), state, context([10, 11]))
-    assert drafter.width == tree.width == nodes
+    assert drafter.width == tree.width == min(nodes, LOOKUP)  # arrays of the wider part
     found = [FOUND + i for i in range(min(nodes, LOOKUP) - 1)]
     read = [READ + i for i in range(max(nodes - LOOKUP, 0))]
     for row, (root, tokens, first) in enumerate([(10, found, 1), (11, read, LOOKUP)]):
