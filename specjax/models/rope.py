@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
+from specjax_kernels.platforms import by_platform
 
 from specjax.cache import Positions
 from specjax.config import RopeConfig
@@ -80,7 +82,16 @@ def rotations(rope: RopeConfig, head_dim: int, positions: Positions) -> Rotation
         exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
         frequency = frequency * stretch ** -exponent[None, None]
     angle = at * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+
+    def turned(angle: Array) -> Rotation:
+        return jnp.cos(angle), jnp.sin(angle)
+
+    def on_cpu(angle: Array) -> Rotation:
+        # XLA would compute them again in every layer, for each channel of each head, but moves nothing out of a branch.
+        # The condition always holds, which XLA cannot know.
+        return jax.lax.cond(jnp.any(angle >= 0), turned, lambda angle: (angle, angle), angle)
+
+    cos, sin = by_platform(angle, cpu=on_cpu, default=turned)
     return (cos, sin) if rope.magnitude == 1 else (cos * rope.magnitude, sin * rope.magnitude)
 
 

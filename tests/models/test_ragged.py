@@ -46,6 +46,21 @@ def test_rows_without_padding(name, tmp_path):
     assert name == "gpt_oss" or not alone[5:].any(), "without biases of outputs the layers keep zeros"
 
 
+def test_a_forward_computes_its_rotations_once(tmp_path):
+    """XLA would compute them again in each layer, for every channel of every head."""
+    toy = load_family(save_family(tmp_path, "llama", vocab_size=40), "llama").toy
+    target, tokens = toy.target, jnp.zeros((1, 4), jnp.int32)
+
+    def forward(params, positions):
+        cache, table = init_cache(target.pages, PoolShape(4, 4)), jnp.zeros((1, 2), jnp.int32)
+        embedded = target.embed(params, tokens)
+        return target.forward(params, embedded, positions, CAUSAL, cache, table, jnp.zeros(1, jnp.int32)).hidden
+
+    positions = jnp.arange(4, dtype=jnp.int32)[None, :]
+    compiled = jax.jit(forward).lower(toy.params, positions).compile().as_text()
+    assert target.config.num_layers > 1 and compiled.count(" cosine(") == 1
+
+
 VOCABULARY = 40
 # A third of the trees' tokens, and some of the chains', are outside of the vocabulary: their nodes are invalid.
 TREES = [random_tree(0, 1 + 5 * (seed % 3 > 0), 60, np.random.default_rng(seed), 4) for seed in range(11)]
