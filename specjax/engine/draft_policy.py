@@ -47,8 +47,8 @@ MAX_SAVINGS = 4.0  # steps that trials may lose one after another
 DECAY = 0.95  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
 OWN_DECAY = 0.98  # the same in a request's own acceptance
-ESTIMATE_WEIGHT = 6.0  # trials that an estimated ratio counts for: steps vary by a fifth on a shared machine
-MAX_STEP_RATIO = 1.5  # longer steps count as this multiple of the mean
+ESTIMATE_WEIGHT = 2.0  # trials that an estimated ratio counts for
+MAX_STEP_RATIO = 1.3  # longer steps count as this multiple of the mean
 OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
 GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, of n-grams and of a model
@@ -206,7 +206,7 @@ class DraftPolicy:
         due = [n for n in losses if losses[n] <= bucket.savings and (n > using or age[n] >= SMALLER_PAUSE)]
         due = due if bucket.since >= TRIAL_PAUSE * steps else []
         larger = [n for n in due if n > using][: bucket.trials % 2]  # every other time the next larger size
-        first = unknown if steps == 1 else []
+        first = unknown if steps == 1 and bucket.since > 1 else []  # between steps that show the machine's speed
         tried = max(first or larger or due, key=age.__getitem__, default=using)
         if tried != using and bucket.timed[using] >= FIRST_TRIALS:
             return Choice(tried, trial=losses[tried])
@@ -270,7 +270,7 @@ class DraftPolicy:
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
-            if not speed.weight or (nodes == bucket.using and bucket.timed[nodes] >= FIRST_TRIALS):
+            if not speed.weight or nodes == bucket.using:
                 speed.add(seconds / ratio.value)
             else:
                 ratio.add(seconds / speed.value)
