@@ -30,7 +30,7 @@ class HybridState(NamedTuple):
 
 
 def with_ngrams(model: Speculation, ngrams: Speculation) -> Speculation:
-    """Drafts with n-grams of W nodes where they have any, else with the model's tree of V nodes.
+    """Drafts with n-grams of W nodes where they draft no less, else with the model's tree of V nodes.
 
     N up to W has trees of the n-grams alone; N = W + v has the model's of v + 1 nodes, too, so the largest N is
     W + V - 1.
@@ -51,8 +51,9 @@ def with_ngrams(model: Speculation, ngrams: Speculation) -> Speculation:
 
 
 def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most: int) -> Drafter:
-    """Proposes the trees of `ngrams` where it has any, else the `most` best nodes of `model`, if there is one. Neither
-    may change its state when it proposes. `whole`: the model's drafter of the largest tree, which observes."""
+    """Proposes the trees of `ngrams` where they have at least `most` nodes, else those of `model` of at most as many.
+    None: only n-grams draft. Neither may change its state when it proposes. `whole`: the model's drafter of the largest
+    tree, which observes."""
     width = max(ngrams.width, most)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -64,7 +65,7 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most:
         tree = _padded(tree, context, width)
         if model is None:
             return tree, state
-        found, propose_model, is_chain = tree.valid[:, 1], model.propose, model.topk == 1
+        found, propose_model, is_chain = tree.valid[:, min(most, ngrams.width) - 1], model.propose, model.topk == 1
         rest = context._replace(active=context.active & ~found)
 
         def drafted(*_: jax.Array) -> DraftTree:

@@ -270,7 +270,8 @@ class DraftPolicy:
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
-            if not speed.weight or nodes == bucket.using:
+            known = bucket.timed[nodes] >= FIRST_TRIALS or len(bucket.ratios) == 1
+            if not speed.weight or (nodes == bucket.using and known):
                 speed.add(seconds / ratio.value)
             else:
                 ratio.add(seconds / speed.value)

@@ -18,13 +18,13 @@ FOUND, READ, LOOKUP, WIDTH = 100, 200, 4, 3  # first tokens of each draft; nodes
 
 
 def fake(name: str, first: int, width: int, **facts: Any) -> Drafter:
-    """Drafts first, first + 1, ... as a chain. n-grams draft where the root is even."""
+    """Drafts first, first + 1, ... as a chain. n-grams draft as many tokens as the root's last digit says."""
 
     def propose(params: Params, state: Any, context: Context) -> Any:
         tokens = jnp.broadcast_to(first + jnp.arange(width - 1, dtype=jnp.int32), (context.root.shape[0], width - 1))
         length = jnp.full_like(context.root, width - 1)
         if name == "NGRAM":
-            length = jnp.where(context.root % 2 == 0, length, 0)
+            length = jnp.minimum(context.root % 10, length)
         return chain(context.root, tokens, length, -tokens.astype(jnp.float32)), state
 
     def init(params: Params, rows: int, pool: PoolShape) -> tuple[()]:
@@ -48,17 +48,18 @@ def context(roots: list[int]) -> Context:
 
 @pytest.mark.parametrize("nodes", [2, 4, 5, 6])
 def test_model_drafts_where_nothing_matches(nodes):
-    """Trees of N nodes have up to LOOKUP nodes of n-grams, or N - LOOKUP drafts of the model."""
+    """Trees of N nodes have up to LOOKUP nodes of n-grams, or N - LOOKUP drafts of the model if these are more."""
     speculation = with_ngrams(resizable("EAGLE3", READ, WIDTH, features="final"), resizable("NGRAM", FOUND, LOOKUP))
     assert (speculation.largest_size, speculation.drafter.depth, speculation.lookup) == (6, 3, LOOKUP)
     assert speculation.drafter.features == "final" and speculation.drafter.name == "EAGLE3"
     drafter = speculation.within(nodes)
-    state = drafter.init(Params(None), 2, PoolShape(1, 1))
-    tree, _ = drafter.propose(Params(None), state, context([10, 11]))
+    state = drafter.init(Params(None), 3, PoolShape(1, 1))
+    tree, _ = drafter.propose(Params(None), state, context([19, 10, 11]))
     assert drafter.width == tree.width == min(nodes, LOOKUP)  # arrays of the wider part
     found = [FOUND + i for i in range(min(nodes, LOOKUP) - 1)]
     read = [READ + i for i in range(max(nodes - LOOKUP, 0))]
-    for row, (root, tokens, first) in enumerate([(10, found, 1), (11, read, LOOKUP)]):
+    short = (11, found[:1], 1) if len(read) < 2 else (11, read, LOOKUP)
+    for row, (root, tokens, first) in enumerate([(19, found, 1), (10, read, LOOKUP), short]):
         valid = np.asarray(tree.valid[row])
         assert tree.tokens[row][valid].tolist() == [root, *tokens]
         assert tree.parents[row][valid].tolist() == list(range(-1, len(tokens)))
