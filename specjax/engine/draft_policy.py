@@ -49,7 +49,7 @@ ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
 OWN_DECAY = 0.98  # the same in a request's own acceptance
 ESTIMATE_WEIGHT = 2.0  # trials that an estimated ratio counts for
 MAX_STEP_RATIO = 1.3  # longer steps count as this multiple of the mean
-OWN_STEPS = 16.0  # steps of a request after which its acceptance counts as much as that of all requests
+OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
 GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, of n-grams and of a model
 

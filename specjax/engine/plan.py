@@ -33,7 +33,7 @@ PROMPTS = 8
 computes half as many tokens, because many prompts are shorter. Attention and page writes are padded in any case."""
 
 PART = 0.9  # value of a token of an unfinished prompt: among equal rates, prefer programs that finish more prompts
-NEXT_SIZES = 4  # on a CPU, where each node costs time, the policy also chooses among this many N from `lookup` on
+NEXT_SIZES = 3  # on a CPU, where each node costs time, the policy also chooses among this many N after `lookup`
 READY_NODES = {"cpu": 6, "gpu": 512}  # maximum N of the step that a start waits for
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of this many tokens costs about twice as much as one of one token
 
@@ -152,7 +152,7 @@ class Buckets:
             return width if unlimited or batch == 1 else max(min(width, most // batch), most_found, 1)
 
         trees = {batch: largest_tree(batch) for batch in batches}
-        nested, near = dict[int, tuple[int, ...]](), range(lookup, lookup + NEXT_SIZES)
+        nested, near = dict[int, tuple[int, ...]](), range(lookup + 1, lookup + 1 + NEXT_SIZES)
         for n in trees.values():
             if adaptive and n > 1:
                 smaller = near if kind == "cpu" else (-(-n // 4), -(-n // 2))
