@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from specjax.serve.connection import Connection
 from specjax.serve.errors import SHUT_DOWN, State
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
@@ -88,7 +89,7 @@ class Server:
         self._timeout = settings.shutdown_timeout
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
             ws="none",
             log_config=None,
             access_log=False,  # the middleware's lines have the request's id
