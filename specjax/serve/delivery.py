@@ -23,6 +23,7 @@ from specjax.engine.sequence import AbortCode, FinishReason, Sequence
 
 logger = logging.getLogger("specjax.serve")
 
+MAX_UNREAD = 64  # deltas of a sequence that wait for their client; then its next delta is delayed, and larger
 FAILED_REQUEST = "the request failed; the server's log has the reason"
 
 
@@ -35,6 +36,10 @@ class Listener:
         self.ended = set[int]()  # indices of sequences whose last chunk has been sent
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
+
+    @property
+    def full(self) -> bool:
+        return self.queue.qsize() >= MAX_UNREAD * len(self.sequences)
 
     def aborted(self, index: int, message: str, code: AbortCode | None = None) -> StreamChunk:
         """The last chunk of a sequence that ends with `message`. Does not read the sequence, because the engine's
@@ -105,6 +110,8 @@ class Delivery(threading.Thread):
         for sequence, listener, index, tokens in changes:
             reader = listener.readers[index]
             if index in listener.ended or (tokens is not None and tokens - reader.tokens < self._interval):
+                continue
+            if tokens is not None and listener.full:  # its output stays in the sequence
                 continue
             try:
                 chunk = reader.take(tokens if sequence.output.stream.late else None)
