@@ -95,7 +95,7 @@ class Connection(H11Protocol):
 
     def _required(self) -> Pace | None:
         """The pace that the client must keep now."""
-        if self.flow.write_paused:
+        if self.flow.write_paused or self.transport.is_closing():  # closing waits for the rest of an answer
             return READING
         state = self.conn.their_state
         sends = state is h11.SEND_BODY and not self.flow.read_paused
@@ -118,13 +118,13 @@ class Connection(H11Protocol):
         elif self._seconds >= pace.seconds:
             does = "sent" if pace is SENDING else "read"
             self._refuse(408, f"the client {does} less than {pace.size} bytes in {pace.seconds} s")
-            return
+            self._restart(READING)
         self.loop.call_later(1.0, self._tick)
 
     def _refuse(self, status: int, message: str) -> None:
         """Closes the connection, with an error unless an answer has begun."""
         logger.warning("%s:%s - connection closed: %s", *(self.client or ("unknown", 0)), message)
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._pace is READING or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
         if self.cycle is not None:  # the application must not answer, too

@@ -15,6 +15,7 @@ from specjax.engine import SamplingParams
 from specjax.engine.generation import DeltaReader
 from specjax.engine.sequence import Status
 from specjax.engine.text import TextStream
+from specjax.serve import delivery
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener
 
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
@@ -201,3 +202,11 @@ def test_delivery(stop, monkeypatch):
     assert failed == [sequence]
     assert chunks[-1].completion.finish_reason == {"type": "abort", "message": FAILED_REQUEST}
     assert sum(chunk.completion is not None for chunk in chunks) == 1
+
+
+def test_unread_deltas_are_bounded(monkeypatch):
+    """The deltas of a client that is far behind become larger; none is lost."""
+    monkeypatch.setattr(delivery, "MAX_UNREAD", 3)
+    chunks, _ = deliver(sequence_of(("#",)), [1] * len(TEXT))
+    assert [len(chunk.output_ids) for chunk in chunks] == [1, 1, 1, len(TEXT) - 3]
+    assert "".join(chunk.text for chunk in chunks) == TEXT.decode()
