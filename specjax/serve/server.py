@@ -94,6 +94,8 @@ class Server:
             log_config=None,
             access_log=False,  # the middleware's lines have the request's id
             lifespan="off",
+            callback_notify=self._check_pace,
+            timeout_notify=0,  # seconds in addition to one
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
             # A client that does not read must not keep the process alive.
@@ -119,6 +121,11 @@ class Server:
         self._runner.on_change = changed
         self._runner.start()
         await self._uvicorn.serve(sockets=[self._sock])
+
+    async def _check_pace(self) -> None:
+        for connection in list(self._uvicorn.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.check_pace()
 
     def _changed(self) -> None:
         if self._runner.failure is not None:

@@ -13,7 +13,7 @@ from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import SECONDS, Running, received, request, running, wait_until
 
 from specjax.serve import connection
-from specjax.serve.connection import MAX_HEADER, MAX_LINES, Pace
+from specjax.serve.connection import MAX_HEADER, MAX_LINES
 
 POST = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -109,7 +109,7 @@ SLOW = {
 
 def test_slow_senders_are_closed(server, monkeypatch):
     """Idle connections stay open, and other clients are answered."""
-    monkeypatch.setattr(connection, "SENDING", Pace(2, 10_000))
+    monkeypatch.setattr(connection, "SENDING", 2)
     with contextlib.ExitStack() as stack:
         idle = stack.enter_context(server.connected())
         socks = {name: stack.enter_context(server.connected(start)) for name, (start, _, _) in SLOW.items()}
@@ -137,7 +137,8 @@ def test_slow_senders_are_closed(server, monkeypatch):
 
 
 def test_body_at_a_sufficient_pace(server, monkeypatch):
-    monkeypatch.setattr(connection, "SENDING", Pace(2, 10))
+    monkeypatch.setattr(connection, "SENDING", 2)
+    monkeypatch.setattr(connection, "MIN_BYTES", 10)
     body = BODY + b" " * 300
     with server.connected(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)) as sock:
         for i in range(0, len(body), 30):  # four seconds, 75 bytes in each
@@ -170,7 +171,7 @@ def unread(server: Running, body: dict):
 
 
 def test_client_that_never_reads_is_cut_off(long, monkeypatch, caplog):
-    monkeypatch.setattr(connection, "READING", Pace(2, 10_000))
+    monkeypatch.setattr(connection, "READING", 3)
     with unread(long, STREAM | {"stream": True}):
         wait_until(lambda: long.runner.unfinished == 4)
         long.wait_idle()
@@ -179,7 +180,7 @@ def test_client_that_never_reads_is_cut_off(long, monkeypatch, caplog):
 
 def test_unread_whole_answers(server, monkeypatch, caplog):
     """Also while the next request of the connection waits with its answer."""
-    monkeypatch.setattr(connection, "READING", Pace(2, 10_000))
+    monkeypatch.setattr(connection, "READING", 3)
     with unread(server, {}) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
         wait_until(lambda: "read less than" in caplog.text)
