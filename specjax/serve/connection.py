@@ -1,11 +1,10 @@
 """uvicorn's HTTP/1.1 connection with limits that it lacks: the size of headers, their framing, and the pace of clients.
 
-A connection without a started request is idle, which is not limited here.
+A connection without a started request is idle; uvicorn's timeout between two requests is the only one for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
@@ -21,10 +20,10 @@ logger = logging.getLogger("specjax.serve")
 
 MAX_HEADER = 64 * 2**10  # bytes of a request line with its headers
 MAX_LINES = 200  # lines of headers
-MAX_UNREAD = 64 * 2**10  # bytes of an answer that wait for their client before the answer is paused
 SENDING = 10  # seconds in which a header, and then MIN_BYTES of its body or all the rest, must arrive
-READING = 30  # seconds in which MIN_BYTES of a paused answer must be read
+READING = 30  # seconds in which MIN_BYTES of an answer that waits for its client must be read
 MIN_BYTES = 10_000
+TOO_LARGE = f"more than {MAX_HEADER} bytes or {MAX_LINES} lines of headers"
 
 
 class _Parser(h11.Connection):
@@ -37,20 +36,21 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Data):
             self.received += len(event.data)
-        elif isinstance(event, h11.Request | h11.EndOfMessage):
+        elif isinstance(event, h11.Request | h11.EndOfMessage):  # the latter has the trailers
             self.received += MIN_BYTES  # always enough
-            head = before[: len(before) - len(self.trailing_data[0])] if before else b""
-            lines = max(len(event.headers), head.count(b"\n") - 2)  # of trailers; of the request with folded lines
-            if len(head) > MAX_HEADER or lines > MAX_LINES:
-                problem = f"more than {MAX_HEADER} bytes or {MAX_LINES} lines of headers"
-                raise h11.RemoteProtocolError(problem, error_status_hint=431)
+            head = before.removesuffix(self.trailing_data[0])
+            size = len(head) or sum(len(name) + len(value) for name, value in event.headers)
+            lines = max(head.count(b"\n") - 2, len(event.headers))
+            if size > MAX_HEADER or lines > MAX_LINES:
+                raise h11.RemoteProtocolError(TOO_LARGE, error_status_hint=431)
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both")
         return event
 
 
 class Connection(H11Protocol):
-    """Closes the connection of a client that sends or reads too slowly."""
+    """Closes the connection of a client that sends or reads too slowly. The limits in seconds count calls of
+    `check_pace`, because a client is not slow while this process is suspended."""
 
     _limit, _moved, _seconds = 0, 0, 0
 
@@ -58,29 +58,26 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self.conn: _Parser = _Parser(h11.SERVER, MAX_HEADER)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(MAX_UNREAD)  # with TLS the default is 512 KB
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._limit = 0  # more than MIN_BYTES were read
 
     def send_400_response(self, msg: str) -> None:
-        error = sys.exception()
-        large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
-        self._refuse(431 if large else 400, f"invalid HTTP request: {error or msg}"[:256])
+        status = 431 if getattr(sys.exception(), "error_status_hint", 400) == 431 else 400
+        self._refuse(status, TOO_LARGE if status == 431 else f"invalid HTTP request: {sys.exception() or msg}"[:256])
 
     def check_pace(self) -> None:
-        """Called every second. Counts calls, because a client is not slow while this process is suspended."""
+        """Called every second."""
         sends, limit, moved = self.conn.their_state, 0, 0
+        begun = sends is h11.SEND_BODY or (sends is h11.IDLE and self.conn.trailing_data[0] != b"")
         if self.flow.write_paused or self.transport.is_closing():  # closing waits for the rest of an answer
             limit, moved = READING, -self.transport.get_write_buffer_size()
-        elif (sends is h11.SEND_BODY and not self.flow.read_paused) or (
-            sends is h11.IDLE and self.conn.trailing_data[0]
-        ):
+        elif begun and not self.flow.read_paused:
             limit, moved = SENDING, self.conn.received
+        self._seconds += 1
         if not limit or limit != self._limit or moved - self._moved >= MIN_BYTES:
             self._limit, self._moved, self._seconds = limit, moved, 0
-            return
-        self._seconds += 1
-        if self._seconds >= limit:
+        elif self._seconds >= limit:
             does = "sent" if limit == SENDING else "read"
             self._refuse(408, f"the client {does} less than {MIN_BYTES} bytes in {limit} s")
 
@@ -90,11 +87,7 @@ class Connection(H11Protocol):
         if self._limit == READING or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        if self.cycle is not None:  # the application must not answer, too
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
         body = json.dumps(ApiError(status, message).body())
-        lines = "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"
-        head = "\r\n".join((f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *lines))
-        self.transport.write(f"{head}\r\n\r\n{body}".encode())
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
         self.transport.close()

@@ -28,6 +28,7 @@ logger = logging.getLogger("specjax.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+SEND_BUFFER = 256 * 2**10  # bytes of a connection in the kernel; its own limit of 4 MB hides how much a client reads
 FORCED_GRACE = 5.0  # seconds for the last answers of aborted requests, before connections are cut
 
 
@@ -42,6 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             reason += "; choose another --port (0 = any free one)"
         raise ValueError(f"--host {host} --port {port}: {reason}") from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
     sock.setblocking(False)
     return sock
 

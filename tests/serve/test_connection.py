@@ -55,13 +55,15 @@ def with_headers(*lines: bytes) -> bytes:
     return GET + b"Connection: close\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
+TRAILERS = POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
 LARGE = {
     "one": with_headers(b"A: " + b"x" * MAX_HEADER),
     "spaces": with_headers(b"A:" + b" " * MAX_HEADER + b"x"),
     "many": with_headers(*(b"A%d: x" % i for i in range(MAX_LINES))),
     "folded": with_headers(b"A: x", *([b" y"] * MAX_LINES)),
     "path": b"GET /" + b"x" * MAX_HEADER + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    "trailers": POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: x\r\n" * (MAX_LINES + 1) + b"\r\n",
+    "trailers": TRAILERS + b"A: x\r\n" * (MAX_LINES + 1) + b"\r\n",
+    "long trailers": TRAILERS + (b"A: " + b"x" * (MAX_HEADER // 2) + b"\r\n") * 2 + b"\r\n",
 }
 
 
@@ -82,6 +84,16 @@ def test_headers_within_the_limits(server):
     for data in (with_headers(*many), with_headers(b"A: " + b"x" * (MAX_HEADER - 200))):
         with server.connected(data) as sock:
             assert received(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_of_one_connection(server):
+    """A body sent after 100 Continue, an upgrade that is not supported, and pipelined requests."""
+    with server.connected(POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY)) as sock:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(BODY + (GET + b"\r\n") * 3 + with_headers())
+        assert received(sock).count(b"HTTP/1.1 200 OK") == 5
+    with server.connected(GET + b"Upgrade: websocket\r\nConnection: upgrade, close\r\n\r\n") as sock:
+        assert received(sock).startswith(b"HTTP/1.1 200 ")
 
 
 def test_invalid_rest_of_a_refused_body(server, caplog):
@@ -185,3 +197,15 @@ def test_unread_whole_answers(server, monkeypatch, caplog):
         sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
         wait_until(lambda: "read less than" in caplog.text)
         wait_until(lambda: not server.server._uvicorn.server_state.connections)
+
+
+def test_steady_reader_is_not_cut_off(server, monkeypatch, caplog):
+    """The buffer of a client that reads slower than the server writes may be as full in each check."""
+    monkeypatch.setattr(connection, "READING", 2)
+    with server.connected((GET.replace(b"/health", b"/") + b"\r\n") * 1000) as sock:
+        end = time.monotonic() + 7
+        while time.monotonic() < end:
+            assert sock.recv(50_000)
+            time.sleep(0.1)
+        assert "read less than" not in caplog.text
+        assert any(each.flow.write_paused for each in server.server._uvicorn.server_state.connections)
