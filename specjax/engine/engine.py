@@ -358,9 +358,9 @@ class Engine:
 
     def _plan(self) -> list[Batch]:
         """The batches of one iteration."""
-        self._read_grammars()
+        waiting = self._read_grammars()
         self._reserve()
-        unread = {s for flight in self.flights if flight.batch.key.verifies for s in flight.sequences}
+        unread = {s for flight in self.flights if flight.batch.key.verifies for s in flight.sequences} | waiting
         prefills = [flight.batch.key.size for flight in self.flights if not flight.batch.key.verifies]
         view = self.scheduler.view(
             unread, chunk=self.buckets.chunks[-1], depth=self.drafter.depth, prefilling=max(prefills, default=0)
@@ -385,15 +385,18 @@ class Engine:
             return False
         return True
 
-    def _read_grammars(self) -> None:
+    def _read_grammars(self) -> set[Sequence]:
         """Reads the steps in flight of sequences with a grammar, whose next masks need the tokens. Ends those whose
-        grammar allows no next token."""
+        grammar allows no next token. Returns those that wait for their turn: a step has one slow grammar."""
         while any(s.constraint for flight in self.flights if flight.batch.key.verifies for s in flight.sequences):
             collect_all_but(self.runtime, len(self.flights) - 1)
-        for sequence in self.scheduler.running():
-            if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
+        followed = [(s, s.constraint) for s in self.scheduler.running() if s.constraint is not None]
+        slow = sorted((each for each in followed if each[1].is_slow), key=lambda each: each[1].advanced)
+        for sequence, constraint in followed:
+            if (sequence, constraint) not in slow[1:] and (problem := constraint.problem()) is not None:
                 after = f"after {len(sequence.output.tokens)} tokens"
                 self.runtime.give_up(sequence, f"{GRAMMAR_FAILED} {after}: {problem}", AbortCode.GRAMMAR)
+        return {sequence for sequence, _ in slow[1:]}
 
     def _reserve(self) -> None:
         """Reserves pages for all that the running requests may commit; retracts some if pages run out."""

@@ -10,13 +10,11 @@ import contextlib
 import json
 import math
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from specjax_kernels import mask_words
 
+from specjax.grammar_check import LIMITS, grammar_check
 from specjax.packages import MissingPackage, need
 
 if TYPE_CHECKING:
@@ -35,9 +34,10 @@ MAX_SOURCE = 2**16  # characters
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
 MAX_COMPILED = 64  # compiled grammars that are cached for later requests
 MAX_COMPILED_SOURCE = 2**19  # characters of their sources together
-COMPILE_SECONDS = 0.5  # limit of processor time for compiling a grammar
-SHORT = 256  # characters; a shorter JSON schema or expression compiles quickly
 LEXER_STATES = 20_000  # limit for a compiled grammar; 1 to 2 kB each
+SLOW_TOKEN = 0.005  # seconds of processor time; slower grammars take turns
+TOKEN_SECONDS = 0.01  # average processor time for a token of a text
+MAX_ALLOWANCE = 0.1  # seconds of processor time that a text may take at once
 LEXER = "lexer error"  # in llguidance's messages
 WORD = 32  # bits
 ALL = np.uint32(2**32 - 1)
@@ -126,68 +126,44 @@ def harmony_turn(tokens: Mapping[str, int], final: str | None = "@text", *, call
     return "\n".join(rules)
 
 
-def library_source(grammar: Grammar) -> str:
-    """Returns the grammar in llguidance's form. Raises GrammarError; other errors appear when it is compiled."""
+def library_source(grammar: Grammar) -> tuple[str, str]:
+    """The kind and text of the grammar for llguidance's `grammar_from`. Raises GrammarError; other errors appear when
+    it is compiled."""
     need("llguidance", "llguidance", "grammars")
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import is_lark_syntax
 
     kind, source = grammar.kind, grammar.source
-    if kind == "json_schema":
-        try:
-            schema = json.loads(source or "{}")
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"is not valid JSON: {error}") from error
-        if not isinstance(schema, dict | bool):
-            raise GrammarError(f"must be a JSON schema, an object, got {source!r:.60}")
-        source = json.dumps({"type": "object"} if schema == {} else schema)
-    elif kind == "ebnf" and not is_lark_syntax(source) and MISREAD.search(source):
+    if kind == "ebnf" and not is_lark_syntax(source) and MISREAD.search(source):
         raise GrammarError(r"is refused: \u0... is not supported in GBNF: write the character itself")
+    if kind != "json_schema":
+        return kind, source
     try:
-        if kind == "json_schema":
-            source = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
-        else:
-            source = grammar_from(kind, source)  # type: ignore[arg-type]
+        schema = json.loads(source or "{}")
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"is not valid JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"must be a JSON schema, an object, got {source!r:.60}")
+    try:
+        schema = json.dumps({"type": "object"} if schema == {} else schema)
+        return "llguidance", LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
     except ValueError as error:
         raise GrammarError(f"is refused: {str(error)[:200]}") from error
-    if not grammar.turn:
-        return source
-    (text,) = json.loads(source)["grammars"] if kind in ("json_schema", "regex") else [{"lark_grammar": source}]
+
+
+def with_turn(grammar: Grammar, source: str) -> str:
+    """The grammar of the output around a text whose grammar is `source`, both in llguidance's form."""
+    whole = grammar.kind in ("json_schema", "regex")
+    (text,) = json.loads(source)["grammars"] if whole else [{"lark_grammar": source}]
     return json.dumps({"grammars": [{"lark_grammar": grammar.turn}, text | {"name": "text"}]})
 
 
-_PROGRAM = f"""
-import contextlib, signal, sys
-from llguidance import LLMatcher, LLTokenizer, grammar_from
-signal.setitimer(signal.ITIMER_PROF, {COMPILE_SECONDS})
-source = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
-with contextlib.suppress(ValueError):
-    LLMatcher(LLTokenizer("byte"), grammar_from(sys.argv[1], source), log_level=0)
-"""
-_TIMEOUT = 20.0  # seconds of wall time, for a busy machine
+class Compiled(NamedTuple):
+    """A compiled grammar."""
 
-
-def compiles_soon(grammar: Grammar) -> bool:
-    """True if a grammar compiles, or is refused, within `COMPILE_SECONDS`, or if no process can be started to try it.
-
-    Some schemas take exponential time: a place whose text must match twenty patterns at once takes a minute, one with
-    forty patterns never ends. So do rules of EBNF that repeat each other, and a chain of thousands of rules takes
-    seconds. The compiler cannot be interrupted within a process and its limits do not cover these cases, so a
-    subprocess with a time limit compiles the grammar first.
-    """
-    is_ebnf = grammar.kind == "ebnf"
-    kind, source = ("ebnf", grammar.source) if is_ebnf else ("llguidance", library_source(grammar))
-    if (len(source) <= SHORT and not is_ebnf) or not sys.executable:
-        return True
-    command = [sys.executable, "-c", _PROGRAM, kind]
-    data = source.encode("utf-8", "surrogatepass")
-    try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=_TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    except OSError:
-        return True
-    return done.returncode not in (-signal.SIGPROF, 128 + signal.SIGPROF)
+    matcher: LLMatcher  # in its initial state, never advanced
+    source: str  # in llguidance's form
+    spare: Future[LLMatcher] | None = None  # replaces `matcher` once its lexer has met a limit; None: compiles quickly
 
 
 class Grammars:
@@ -201,20 +177,22 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self.vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # in their initial states, never advanced
+        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()  # for `_cache`
+        self._spares = ThreadPoolExecutor(1, thread_name_prefix="specjax-grammar")
 
     def prepare(self) -> None:
-        """Converts the tokenizer (half a second), so that the first grammar does not wait for it. An unsupported
-        tokenizer is no error here; requests with a grammar are refused."""
+        """Converts the tokenizer (half a second) and starts the compiler, so that the first grammar does not wait. An
+        unsupported tokenizer is no error here; requests with a grammar are refused."""
         with contextlib.suppress(GrammarError, MissingPackage):
             _ = self.core
+            self._checked(Grammar("regex", "a"))
 
     def holds(self, grammar: Grammar) -> bool:
         """True if a grammar is compiled, in any `turn`."""
         return any((held.kind, held.source) == (grammar.kind, grammar.source) for held in list(self._cache))
 
-    def compiled(self, grammar: Grammar) -> LLMatcher:
+    def compiled(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError."""
         with self._lock:
             if grammar in self._cache:
@@ -222,7 +200,7 @@ class Grammars:
                 return self._cache[grammar]
         return self._store(grammar, self._compile(grammar))
 
-    def renewed(self, grammar: Grammar, worn: LLMatcher) -> tuple[LLMatcher, bool]:
+    def renewed(self, grammar: Grammar, worn: Compiled) -> tuple[Compiled, bool]:
         """Replaces a compiled grammar whose lexer has met a limit. Returns the replacement, and True if it is new.
 
         Sequences with one grammar share its lexer, whose states the limits count, so a much used grammar wears out.
@@ -231,33 +209,56 @@ class Grammars:
             cached = self._cache.get(grammar)
         if cached is not None and cached is not worn:
             return cached, False
-        return self._store(grammar, self._matcher(library_source(grammar))), True
+        if worn.spare is None:
+            return self._store(grammar, worn._replace(matcher=self._matcher(worn.source))), True
+        spare = self._spares.submit(self._matcher, worn.source)
+        return self._store(grammar, Compiled(worn.spare.result(), worn.source, spare)), True
 
-    def _store(self, grammar: Grammar, compiled: LLMatcher) -> LLMatcher:
+    def forget(self, grammar: Grammar) -> None:
+        """Frees a compiled grammar that no text can follow."""
+        with self._lock:
+            self._cache.pop(grammar, None)
+
+    def _store(self, grammar: Grammar, compiled: Compiled) -> Compiled:
         with self._lock:
             self._cache[grammar] = compiled
             while len(self._cache) > MAX_COMPILED or sum(len(g.source) for g in self._cache) > MAX_COMPILED_SOURCE:
                 self._cache.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        if grammar.turn:
-            self.compiled(replace(grammar, turn=None))  # raises its errors before any thoughts
-        elif not compiles_soon(grammar):
-            fewer = "give fewer patterns for one place, or fewer rules"
-            raise GrammarError(f"takes more than {COMPILE_SECONDS:g} s to compile: {fewer}")
-        matcher = self._matcher(library_source(grammar))
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if grammar.turn:  # errors of the text come before any thoughts
+            source = with_turn(grammar, self.compiled(replace(grammar, turn=None)).source)
+        else:
+            source = self._checked(grammar)
+        started = time.thread_time()
+        matcher = self._matcher(source)
         if matcher.is_error():
             raise GrammarError(f"is refused: {error_of(matcher)}")
+        slow = time.thread_time() - started > SLOW_TOKEN
         first = matcher.deep_copy()
-        if not any(first.compute_bitmask()) or first.is_error():  # some errors appear at the first token
+        if not any(first.compute_bitmask()) or first.is_error():
             raise GrammarError(f"cannot be followed: {error_of(first) or 'no token may come first'}")
-        return matcher
+        return Compiled(matcher, source, self._spares.submit(self._matcher, source) if slow else None)
+
+    def _checked(self, grammar: Grammar) -> str:
+        """The grammar in llguidance's form. Raises GrammarError if it does not compile within limits of time and
+        memory. It is not tried if no process can be started."""
+        kind, source = library_source(grammar)
+        try:
+            checked, problem = grammar_check(self.vocab_size)(kind, source)
+        except OSError:
+            from llguidance import grammar_from
+
+            return grammar_from(kind, source)  # type: ignore[arg-type]
+        if problem or checked is None:
+            raise GrammarError(readable(problem))
+        return checked
 
     def _matcher(self, source: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, **LIMITS)
         return LLMatcher(self.core, source, log_level=0, limits=limits)
 
     @cached_property
@@ -322,6 +323,8 @@ class Constraint:
     Attributes:
         failure: why the sequence cannot go on, set when its next mask is computed.
         eos_ids: tokens that end the text where the grammar may end.
+        is_slow: the token before the last one took more than `SLOW_TOKEN`.
+        advanced: time of `perf_counter` at the last emitted token.
     """
 
     def __init__(self, grammars: Grammars, grammar: Grammar) -> None:
@@ -336,29 +339,37 @@ class Constraint:
         self._mask: np.ndarray | None = None  # cached mask of the next token
         self.failure: str | None = None
         self._ended = False  # by one of `eos_ids`
+        self.is_slow, self.advanced = False, 0.0
+        self._seconds = 0.0  # processor time for the last token
+        self._allowance = MAX_ALLOWANCE  # processor time that is left
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Consumes emitted tokens. A limit of the library that they exceed is a `failure`."""
-        self._mask = None
-        for token in tokens:
-            if self._ended:
-                return
-            while not self._matching.consume_token(token):
-                if not self._recover():
-                    self._fail()
+        self._mask, self.advanced = None, time.perf_counter()
+        self.is_slow, self._seconds = self._seconds > SLOW_TOKEN, 0.0
+        self._allowance = min(MAX_ALLOWANCE, self._allowance + TOKEN_SECONDS * len(tokens))
+        with self._charged():
+            for token in tokens:
+                if self._ended or self.failure is not None:
                     return
-            self._consumed.append(token)
-            self._ended = token in self.eos_ids
+                while not self._matching.consume_token(token):
+                    if not self._recover():
+                        self._fail()
+                        return
+                self._consumed.append(token)
+                self._ended = token in self.eos_ids
 
     def mask(self) -> np.ndarray:
         """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` is set if token v may come next. If none may, all
         bits are set, and `failure`."""
         if self._mask is None:
-            bits = self._bits()
-            while not bits.any() and self._recover():
+            with self._charged():
                 bits = self._bits()
+                while not bits.any() and self._recover():
+                    bits = self._bits()
             if not bits.any():
                 self._fail()
+            if self.failure is not None:
                 bits[:] = ALL
             self._mask = bits
         return self._mask
@@ -372,7 +383,8 @@ class Constraint:
         """Returns up to `most` tokens that must come next."""
         if self.failure is not None:
             return []
-        tokens = self._matching.compute_ff_tokens()[:most]
+        with self._charged():
+            tokens = self._matching.compute_ff_tokens()[:most]
         count = self._matching.try_consume_tokens(tokens)
         if count == len(tokens) < most and len(self.eos_ids) == 1 and self._matching.is_stopped():
             tokens.append(self.eos_ids[0])
@@ -421,20 +433,33 @@ class Constraint:
                 if self._matching.is_error() or not self._matching.rollback(1):
                     self._restore()
 
-        if self.failure is None:
+        if self.failure is None and not self.is_slow:
             visit(0)
         return kept
+
+    @contextlib.contextmanager
+    def _charged(self) -> Iterator[None]:
+        """Counts the processor time of a block. The text fails once its tokens have taken too much."""
+        started = time.thread_time()
+        yield
+        spent = time.thread_time() - started
+        self._seconds += spent
+        self._allowance -= spent
+        if self._allowance < 0 and self.failure is None:
+            most = f"{1000 * TOKEN_SECONDS:g} ms a token"
+            self.failure = f"its grammar takes more than {most}: give shorter texts, or fewer choices for one place"
 
     @property
     def _matching(self) -> LLMatcher:
         if self._matcher is None:
-            self._matcher = self._compiled.deep_copy()
+            self._matcher = self._compiled.matcher.deep_copy()
         return self._matcher
 
     def _restore(self) -> None:
         """Makes a new matcher in the same state, since the library cannot recover from an error."""
-        self._matcher = self._compiled.deep_copy()
-        self._matcher.try_consume_tokens([*self._consumed, *self._ahead])
+        with self._charged():
+            self._matcher = self._compiled.matcher.deep_copy()
+            self._matcher.try_consume_tokens([*self._consumed, *self._ahead])
 
     def _recover(self) -> bool:
         """Continues with a renewed grammar after a limit of the lexer, which counts the states of all sequences with
@@ -448,7 +473,9 @@ class Constraint:
         return True
 
     def _fail(self) -> None:
-        self.failure = f"its grammar cannot be followed: {error_of(self._matching) or 'no token may come next'}"
+        self._grammars.forget(self._grammar)
+        if self.failure is None:
+            self.failure = f"its grammar cannot be followed: {error_of(self._matching) or 'no token may come next'}"
 
     def _bits(self) -> np.ndarray:
         """The bits of the next token, uint32 [ceil(V / 32)]; zeros after an error of the library."""
@@ -462,5 +489,10 @@ class Constraint:
 
 def error_of(matcher: LLMatcher) -> str:
     """The library's error message."""
-    message = matcher.get_error().replace("<non-verbose/>", "").strip()[:400]
-    return "no text, of any length, follows it" if message == "NoExtensionBias" else message
+    return readable(matcher.get_error())
+
+
+def readable(message: str) -> str:
+    """The start of a message of the library."""
+    message = message.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text, of any length, follows it")
+    return message.strip()[:400]

@@ -308,7 +308,7 @@ class Running(NamedTuple):
     drafts: bool = True  # False: its steps never draft
     acceptance: Own = NO_ACCEPTANCE  # of its first drafts; see `DraftPolicy`
     grammar: bool = False
-    unread: bool = False  # a step of it is in flight
+    unread: bool = False  # a step of it is in flight, or its grammar waits for its turn
     forced: tuple[int, ...] = ()  # tokens that its grammar forces next
 
 

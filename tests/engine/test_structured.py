@@ -170,10 +170,11 @@ def test_limits_under_a_grammar(name):
 
 def test_grammar_that_cannot_go_on_aborts_one_request():
     engine = engine_of("NGRAM")
-    wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
+    keys = {f"k{i}": {"type": "string"} for i in range(1200)}
+    wide = {"type": "object", "properties": {"first": {"enum": ["x", "y"]}} | keys, "required": ["first"]}
     params = [
         SamplingParams(
-            max_new_tokens=60, grammar=Grammar("json_schema", json.dumps(wide)), logit_bias={byte_ids(b"k")[0]: 90.0}
+            max_new_tokens=60, grammar=Grammar("json_schema", json.dumps(wide)), logit_bias={byte_ids(b",")[0]: 90.0}
         ),
         SamplingParams(max_new_tokens=60, grammar=OBJECT),
         SamplingParams(max_new_tokens=30),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import oracle
 from engine_helpers import END, NEAR, VOCABULARY, decode, tokenizer, wanted
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from toy_models import Toy
 
 from specjax.engine import Completion, SamplingParams
@@ -41,7 +41,7 @@ def library() -> LLTokenizer:
 
 
 def matcher(grammar: Grammar) -> LLMatcher:
-    state = LLMatcher(library(), library_source(grammar), log_level=0)
+    state = LLMatcher(library(), grammar_from(*library_source(grammar)), log_level=0)
     assert not state.is_error(), state.get_error()
     return state
 
