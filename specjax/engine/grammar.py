@@ -88,7 +88,9 @@ class Grammar:
     def json(cls, schema: Any) -> Grammar:
         """JSON that follows a schema, an object or its text."""
         if not isinstance(schema, dict | str) or schema == "":
-            raise GrammarError(f"must be a JSON schema, as an object or a text, got {schema!r:.60}")
+            raise GrammarError(
+                f"must be a JSON schema, as an object or a text, got {json.dumps(schema, default=repr):.60}"
+            )
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod

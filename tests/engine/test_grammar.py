@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -156,6 +158,27 @@ def test_long_grammar_is_compiled(processes, monkeypatch):
 def test_kinds_and_sizes_of_grammars(kind, source, message):
     with pytest.raises(GrammarError, match=message):
         Grammar(kind, source)
+
+
+def test_boolean_schema_is_quoted_as_json():
+    for schema, text in ((True, "got true"), ([False], r"got \[false\]"), (3, "got 3")):
+        with pytest.raises(GrammarError, match=text):
+            Grammar.json(schema)
+
+
+def test_variants_of_an_expression_leave_no_memory():
+    """Each would take over 100 MB."""
+    cache = grammars()
+    cache.prepare()
+    before = resident_bytes()
+    for i in range(50):
+        with pytest.raises(GrammarError, match="too many expressions"):
+            Constraint(cache, Grammar("regex", f"a{{100}}{{100}}{{{100 + i}}}"))
+    assert resident_bytes() - before < 2**24
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_choice_grammars():
