@@ -14,7 +14,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,7 +164,7 @@ class Compiled(NamedTuple):
 
     matcher: LLMatcher  # in its initial state, never advanced
     source: str  # in llguidance's form
-    spare: Future[LLMatcher] | None = None  # replaces `matcher` once its lexer has met a limit; None: compiles quickly
+    seconds: float  # processor time of its compilation
 
 
 class Grammars:
@@ -181,7 +180,6 @@ class Grammars:
         self._tokenizer, self.vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()  # for `_cache`
-        self._spares = ThreadPoolExecutor(1, thread_name_prefix="specjax-grammar")
 
     def prepare(self) -> None:
         """Converts the tokenizer (half a second) and starts the compiler, so that the first grammar does not wait. An
@@ -211,10 +209,7 @@ class Grammars:
             cached = self._cache.get(grammar)
         if cached is not None and cached is not worn:
             return cached, False
-        if worn.spare is None:
-            return self._store(grammar, worn._replace(matcher=self._matcher(worn.source))), True
-        spare = self._spares.submit(self._matcher, worn.source)
-        return self._store(grammar, Compiled(worn.spare.result(), worn.source, spare)), True
+        return self._store(grammar, worn._replace(matcher=self._matcher(worn.source))), True
 
     def forget(self, grammar: Grammar) -> None:
         """Frees a compiled grammar that no text can follow."""
@@ -237,25 +232,22 @@ class Grammars:
         matcher = self._matcher(source)
         if matcher.is_error():
             raise GrammarError(f"is refused: {error_of(matcher)}")
-        slow = time.thread_time() - started > SLOW_TOKEN
+        seconds = time.thread_time() - started
         first = matcher.deep_copy()
         if not any(first.compute_bitmask()) or first.is_error():
             raise GrammarError(f"cannot be followed: {error_of(first) or 'no token may come first'}")
-        return Compiled(matcher, source, self._spares.submit(self._matcher, source) if slow else None)
+        return Compiled(matcher, source, seconds)
 
     def _checked(self, grammar: Grammar) -> str:
         """The grammar in llguidance's form. Raises GrammarError if it does not compile within limits of time and
-        memory. It is not tried if no process can be started."""
-        kind, source = library_source(grammar)
+        memory, or if no process can be started to try it."""
         try:
-            checked, problem = grammar_check(self.vocab_size)(kind, source)
-        except OSError:
-            from llguidance import grammar_from
-
-            return grammar_from(kind, source)  # type: ignore[arg-type]
-        if problem or checked is None:
+            source, problem = grammar_check(self.vocab_size)(*library_source(grammar))
+        except OSError as error:
+            raise GrammarError(f"cannot be compiled: no process can be started for it: {error}") from error
+        if problem:
             raise GrammarError(readable(problem))
-        return checked
+        return source
 
     def _matcher(self, source: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -467,6 +459,8 @@ class Constraint:
         """Continues with a renewed grammar after a limit of the lexer, which counts the states of all sequences with
         this grammar. False: a new grammar has met the limit, too, or the error is another one."""
         if LEXER not in self._matching.get_error() or self._renewed_at == len(self._consumed):
+            return False
+        if self._compiled.seconds > self._allowance:  # the step would wait for it
             return False
         self._compiled, is_new = self._grammars.renewed(self._grammar, self._compiled)
         if is_new:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
-import subprocess
+import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,6 +20,7 @@ import pytest
 from engine_helpers import END, VOCABULARY, idle_sequence, tokenizer
 from grammar_helpers import GRAMMARS, OBJECT, follows, mask, matcher
 
+from specjax import grammar_check
 from specjax.engine import grammar as module
 from specjax.engine.grammar import ALL, MAX_SOURCE, Constraint, Grammar, GrammarError, Grammars, Reasoning
 from specjax.engine.grammar_steps import constrained_input, host_tree, root_trees
@@ -140,15 +143,97 @@ def test_texts_of_ebnf(source, texts, others):
     assert [follows(grammar, ids(text)) for text in others] == [False] * len(others)
 
 
-@pytest.mark.parametrize("processes", [True, False])
-def test_long_grammar_is_compiled(processes, monkeypatch):
-    """In this process where no other can be started."""
-    if not processes:
-        monkeypatch.setattr(module, "grammar_check", GrammarCheck)
-        monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=OSError("no processes left")))
+def test_long_grammar_is_compiled():
     cache, enum = grammars(), Grammar.json({"enum": [f"value {i}" for i in range(1000)]})
     Constraint(cache, enum)
     assert cache.holds(enum)
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
+def test_grammar_is_refused_without_a_process(python, monkeypatch):
+    monkeypatch.setattr(module, "grammar_check", GrammarCheck)
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(GrammarError, match=f"no process can be started for it: .*{python}"):
+        Constraint(grammars(), Grammar("regex", "a"))
+
+
+def test_memory_of_a_grammar_is_limited(monkeypatch):
+    """Also in a process that had much memory when it started the check."""
+    monkeypatch.setattr(grammar_check, "MAX_BYTES", 2**22)
+    held = bytearray(2**28)
+    held[::4096] = bytes(len(held[::4096])).replace(b"\0", b"x")
+    check = GrammarCheck(VOCABULARY)
+    _, problem = check("lark", "start: " + '("a" | "b"){1,900} ' * 500)
+    assert problem.startswith("takes more than 4 MB to compile"), problem
+    assert check("regex", "ab")[1] == ""
+
+
+def test_killed_process_starts_again():
+    check = GrammarCheck(VOCABULARY)
+    answer = check("regex", "ab")
+    process = check._process
+    assert process is not None and os.getpgid(process.pid) == process.pid, "Ctrl-C would end it"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert check("regex", "ab") == answer
+    assert check._process is not process and process.poll() == -signal.SIGKILL
+
+
+def test_process_that_does_not_answer(monkeypatch):
+    check = GrammarCheck(VOCABULARY)
+    answer = check("regex", "ab")
+    process = check._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_check, "TIMEOUT", 0.2)
+        assert check("regex", "ab")[1].startswith("takes more than 0.2 s to compile")
+    assert check("regex", "ab") == answer and process.poll() == -signal.SIGKILL
+
+
+def test_answer_after_an_interrupt_is_not_read(monkeypatch):
+    """Ctrl-C while a grammar is checked."""
+    check = GrammarCheck(VOCABULARY)
+    check("regex", "ab")
+    assert check._process is not None and check._process.stdout is not None
+    with check._process.stdout:
+        monkeypatch.setattr(check._process, "stdout", Mock(readline=Mock(side_effect=KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            check("regex", "[late")
+    checked, problem = check("regex", "cd")
+    assert "cd" in checked and problem == ""
+
+
+def test_process_ends_with_its_check():
+    check = GrammarCheck(VOCABULARY)
+    check("regex", "ab")
+    process = check._process
+    assert process is not None and process.poll() is None
+    del check
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_other_texts_go_on_while_a_grammar_is_checked():
+    """The masks of other texts, and another grammar after the time limit of a slow one."""
+    cache, names = grammars(), ("patterns", "references", "a chain of rules")
+    Constraint(cache, OBJECT)
+
+    def refused(name: str) -> bool:
+        with pytest.raises(GrammarError, match=TOO_SLOW):
+            Constraint(cache, Grammar(*BAD[name][0]))
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        slow = [threads.submit(refused, name) for name in names]
+        other = threads.submit(Constraint, cache, Grammar("regex", "other"))
+        steps = 0
+        while not all(future.done() for future in slow):
+            constraint = Constraint(cache, OBJECT)
+            constraint.consume(ids('{"ok": tr'))
+            assert constraint.mask().any()
+            steps += 1
+        assert all(future.result() for future in slow) and other.result().mask().any()
+    assert steps > 100
 
 
 @pytest.mark.parametrize(("kind", "source", "message"), [

@@ -31,9 +31,11 @@ from toy_models import tiny_llama
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine import grammar as module
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.plan import Key
+from specjax.engine.sequence import Status, completion
 from specjax.models.draft_head import init_head_params
 
 EOS = (END,)
@@ -184,6 +186,27 @@ def test_grammar_that_cannot_go_on_aborts_one_request():
     assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
     check_masked(toy(), HELLO, params[1], completions[1])
     check_plain(toy(), HELLO, params[2], completions[2], EOS)
+    check_idle(engine)
+
+
+def test_slow_grammars_take_turns(monkeypatch):
+    """At most one of them is in a step, so that others wait for one mask."""
+    monkeypatch.setattr(module, "SLOW_TOKEN", -1.0)  # all grammars are slow
+    engine = engine_of("NGRAM")
+    params = [SamplingParams(max_new_tokens=24, grammar=grammar) for grammar in (OBJECT, GRAMMARS["ebnf"], OBJECT)]
+    slow = [engine.add(HELLO, each) for each in params]
+    other = engine.add(HELLO, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while engine.unfinished:
+        before = [len(sequence.output.tokens) for sequence in slow]
+        running = other.status is not Status.FINISHED
+        engine.step()
+        grown = [0 < count < len(sequence.output.tokens) for count, sequence in zip(before, slow, strict=True)]
+        assert sum(grown) <= 1
+        if running and other.status is Status.FINISHED:
+            assert max(before) < 12, "the other request waits for no turn"
+    for sequence, each in zip(slow, params, strict=True):
+        check_masked(toy(), HELLO, each, completion(sequence))
+    check_plain(toy(), HELLO, SamplingParams(max_new_tokens=12, ignore_eos=True), completion(other), EOS)
     check_idle(engine)
 
 
