@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import secrets
@@ -100,6 +99,9 @@ def render_chat(messages: Turns, tokenizer: Any, variables: Mapping[str, Any]) -
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: pass text or token ids instead of messages")
+    from specjax.checkpoint.template_sandbox import TemplateLimit, bound_templates
+
+    bound_templates()
     continued = bool(variables.get("continue_final_message"))
 
     def render(turns: Turns) -> str:
@@ -107,9 +109,13 @@ def render_chat(messages: Turns, tokenizer: Any, variables: Mapping[str, Any]) -
         return tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
 
     for turns in _arrangements(messages, continued=continued):
-        with contextlib.suppress(Exception):  # templates may raise any error about these messages
+        try:
             if not _lost(turns, render):
                 return render(turns)
+        except TemplateLimit:
+            raise
+        except Exception:  # templates may raise any error about these messages
+            continue
     raise _refusal(messages, render)
 
 

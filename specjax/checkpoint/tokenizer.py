@@ -39,6 +39,9 @@ def load_tokenizer(
     """
     import transformers
 
+    from specjax.checkpoint.template_sandbox import bound_templates
+
+    bound_templates()
     template = check_tokenizer_paths(folder, chat_template)
     if folder is not None:
         files = replace(files, folder=Path(folder))
