@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from specjax.checkpoint.control_tokens import ControlTokens
 from specjax.limits import ParameterError
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -36,11 +37,18 @@ class Chat(list[Mapping[str, Any]]):
     Attributes:
         template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (functions that the
             model may call, as objects with names and JSON schemas), and the template's own variables.
+        sanitize_control_tokens: names of control tokens in the messages and in `template` are text, not tokens.
     """
 
-    def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
+    def __init__(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        template: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        sanitize_control_tokens: bool = False,
+    ) -> None:
         super().__init__(messages)
-        self.template = template
+        self.template, self.sanitize_control_tokens = template, sanitize_control_tokens
 
 
 def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
@@ -59,11 +67,14 @@ def encode(
     vocab_size: int,
     *,
     check: Callable[[str], None] = lambda text: None,
+    control_tokens: Callable[[], ControlTokens] | None = None,
 ) -> list[int]:
     """Token ids of a prompt. Raises ValueError if it is empty, not a `Prompt`, or has an id outside the vocabulary.
 
     Args:
         check: called with a text before it is tokenised; raises ValueError to refuse it.
+        control_tokens: those of the tokenizer, which `Chat.sanitize_control_tokens` needs; default: made here, in up to
+            a second.
     """
     if isinstance(prompt, str):
         check(prompt)
@@ -72,9 +83,13 @@ def encode(
         messages = cast(Any, prompt)
         variables = prompt.template if isinstance(prompt, Chat) else {}
         _check_variables(variables, tokenizer)
-        text = render_chat(messages, tokenizer, variables)
-        check(text)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if isinstance(prompt, Chat) and prompt.sanitize_control_tokens:
+            control = ControlTokens(tokenizer) if control_tokens is None else control_tokens()
+            tokens = _sanitized(messages, tokenizer, variables, control, check)
+        else:
+            text = render_chat(messages, tokenizer, variables)
+            check(text)
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     elif isinstance(prompt, list | tuple) and all(
         isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt
     ):
@@ -86,6 +101,24 @@ def encode(
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
     return list(tokens)
+
+
+def _sanitized(
+    messages: Turns,
+    tokenizer: Any,
+    variables: Mapping[str, Any],
+    control: ControlTokens,
+    check: Callable[[str], None],
+) -> list[int]:
+    """Token ids of a chat in which only the template writes control tokens."""
+    try:
+        text = render_chat(
+            [control.marked_message(message) for message in messages], tokenizer, control.marked(variables)
+        )
+    except ValueError as error:  # may quote a message
+        raise ValueError(control.without_marks(str(error))) from error
+    check(control.without_marks(text))
+    return control.encode(text)
 
 
 def render_chat(messages: Turns, tokenizer: Any, variables: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from specjax_kernels import mask_words
 
+from specjax.checkpoint.control_tokens import private_prefix, special_names, with_prefix
 from specjax.grammar_check import LIMITS, grammar_check
 from specjax.packages import MissingPackage, need
 
@@ -45,7 +46,6 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 values is forced. A schema's own "x-guidance" overrides it."""
 
 GRAMMAR_FAILED = "the text cannot go on"  # start of the abort message
-PRIVATE = "\uf8ff"  # character for private use, with which no tokenizer's own tokens begin
 MISREAD = re.compile(r"(?<!\\)(?:\\\\)*\\u0")
 """An escape in GBNF that llguidance misreads: it drops the zeros."""
 
@@ -270,29 +270,15 @@ class Grammars:
             copy = Tokenizer.from_str(core.to_str())
             copy.no_padding()
             copy.no_truncation()
-            text, eos_ids = _with_private_names(copy.to_str()), self._eos_ids or None
-            converted = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
+            text = copy.to_str()
+            # The text of a grammar never spells a special token: a choice of <|im_end|> is text.
+            text = with_prefix(text, special_names(text), private_prefix())
+            converted = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_ids or None)
         except Exception as error:
             raise GrammarError(f"cannot be used: {problem}: {str(error)[:200]}") from error
         if not all(0 <= token < self.vocab_size for token in converted.eos_tokens):
             raise GrammarError(f"cannot be used: {problem}, which has no token that ends a text")
         return converted
-
-
-def _with_private_names(text: str) -> str:
-    """Renames the special tokens in a tokenizer's JSON, so that the text of a grammar never spells one: a choice of
-    <|im_end|> is text."""
-    core = json.loads(text)
-    special = (token["content"] for token in core["added_tokens"] if token["special"])
-    renamed = {name: PRIVATE + name for name in special}
-    for token in core["added_tokens"]:
-        token["content"] = renamed.get(token["content"], token["content"])
-    vocab = core["model"].get("vocab")
-    if isinstance(vocab, dict):
-        core["model"]["vocab"] = {renamed.get(name, name): id for name, id in vocab.items()}
-    elif isinstance(vocab, list):
-        core["model"]["vocab"] = [[renamed.get(name, name), *more] for name, *more in vocab]
-    return json.dumps(core)
 
 
 class Reasoning(NamedTuple):

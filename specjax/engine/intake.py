@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from specjax.checkpoint.control_tokens import ControlTokens
 from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins_thinking, encode, prompt_tail
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
@@ -93,7 +94,12 @@ class Intake:
             if len(prompt) > self.context_length:
                 what = "messages" if messages else "tokens"
                 raise ValueError(f"the prompt has {len(prompt)} {what}, but the context is {self.context_length}")
-        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text)
+        control = lambda: self.control_tokens  # noqa: E731
+        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text, control_tokens=control)
+
+    @functools.cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     def check_text(self, text: str) -> None:
         """Raises ValueError for a text that cannot fit the context, before all of it is tokenised.

@@ -93,7 +93,7 @@ class Generation:
         engine = self.runner.engine
         room = min(engine.context_length - 1, engine.intake.pool_tokens)
         limits = (self.runner.capacity, engine.context_length, room, engine.sampling_defaults)
-        return Rules(self.model, *limits, form=self.form)
+        return Rules(self.model, *limits, self.form, self.settings.sanitize_control_tokens)
 
     async def respond(
         self, request: Request, body: TaskBody, id: str, make: Callable[[Queued], Answer], *, echo: bool = False

@@ -136,6 +136,18 @@ class Message(Body):
         return message
 
 
+class ChatFields(Body):
+    """For all routes with messages."""
+
+    sanitize_control_tokens: Flag | None = Field(
+        None, description="Names of control tokens in the messages are text. Default: `--sanitize-control-tokens`."
+    )
+
+    def sanitized(self, chat: Chat, default: bool) -> Chat:
+        chosen = self.sanitize_control_tokens
+        return Chat(chat, chat.template, sanitize_control_tokens=default if chosen is None else chosen)
+
+
 class TemplateFields(Body):
     """Arguments of the chat template."""
 
@@ -410,7 +422,7 @@ def check_model(name: str | None, served: str) -> None:
         raise ApiError(404, problem, param="model", code="model_not_found")
 
 
-class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
+class ChatRequest(OpenAIRequest, ToolFields, TemplateFields, ChatFields):
     unsupported = UNSUPPORTED | {
         "modalities": (["text"],), "audio": (), "prediction": (),
         "verbosity": ("medium",), "web_search_options": (), "moderation": (),
@@ -436,7 +448,8 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         make = functools.partial(self.sampling, rules, logprobs)
         effort = ("reasoning_effort", self.reasoning_effort)
-        task = chat_task(self, self, lambda: self.chat(self.messages), rules, make, "messages", effort)
+        chat = lambda: self.sanitized(self.chat(self.messages), rules.sanitize_control_tokens)  # noqa: E731
+        task = chat_task(self, self, chat, rules, make, "messages", effort)
         return dataclasses.replace(task, n=self.n or 1)
 
 
@@ -449,7 +462,8 @@ def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]], effo
         raise bad_request(f"{problem} {', '.join(form.efforts)}", field, "unsupported")
     more = {"tools": offered} if offered else {}
     more |= {} if value is None else {"reasoning_effort": value}
-    return Chat(form.for_template(list(chat)), {**chat.template, **more})
+    sanitize = chat.sanitize_control_tokens
+    return Chat(form.for_template(list(chat)), {**chat.template, **more}, sanitize_control_tokens=sanitize)
 
 
 def chat_task(

@@ -53,6 +53,9 @@ class ServerSettings:
         "or the vocabulary has these; none = it stays in the content; all other names = always (gpt-oss: in channels)",
         choices=(AUTO, NONE, *THINKERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
+    sanitize_control_tokens: bool = setting(
+        False, "names of control tokens, such as <|im_end|>, in the messages of a chat are text; default of requests"
+    )
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )

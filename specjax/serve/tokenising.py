@@ -36,6 +36,7 @@ class Rules:
     room: int  # maximum number of tokens after a prompt of one token
     defaults: Mapping[str, Any]  # default values of `SamplingParams`
     form: AnswerForm = PLAIN  # form of the model's answers
+    sanitize_control_tokens: bool = False  # of chats whose requests do not say
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,23 @@ def test_variables_of_the_template():
     assert text_of(CHAT, body, WITH_VARIABLES) == START + f"{ASSISTANT}the hell", "the template trims"
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(("server", "request_", "sanitizes"), [
+    (False, None, False), (True, None, True), (False, True, True), (True, False, False),
+])  # fmt: skip
+def test_server_and_request_choose_to_sanitize_control_tokens(path, server, request_, sanitizes):
+    body: dict[str, Any] = {"input": "a<|im_end|>"} if path == RESPONSES else {"messages": said("a<|im_end|>")}
+    body |= {"max_tokens": 9} if path == MESSAGES else {}
+    body |= {} if request_ is None else {"sanitize_control_tokens": request_}
+    (chat,) = task(path, body, replace(RULES, sanitize_control_tokens=server)).prompts
+    end = tokenizer().convert_tokens_to_ids("<|im_end|>")
+    assert intake("chatml").encode(chat).count(end) == 2 - sanitizes
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
 def test_template_fields_over_http(server):
     fields = {"messages": BEGUN, "max_tokens": 20, "temperature": 0, "continue_final_message": True}
     text = server.post(CHAT, fields).json()["choices"][0]["message"]["content"]

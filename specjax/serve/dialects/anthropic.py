@@ -40,6 +40,7 @@ from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
+    ChatFields,
     Effort,
     JsonSchemaFormat,
     NewTokens,
@@ -212,7 +213,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(ChatFields):
     unsupported = NOT_BUILT
 
     model: Text | None = None
@@ -242,14 +243,14 @@ class CountTokensRequest(Body):
             parallel_tool_calls=not choice.disable_parallel_tool_use,
         )
 
-    def chat(self) -> Chat:
+    def chat(self, *, sanitize: bool) -> Chat:
         system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         messages = assistant_turns(turn for message in self.messages for turn in message.for_template())
         last = messages[-1]
         variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
         if self.thinking is not None:
             variables["enable_thinking"] = self.thinking.type != "disabled"
-        return Chat([*system, *messages], variables)
+        return self.sanitized(Chat([*system, *messages], variables), sanitize)
 
     def effort(self, form: AnswerForm) -> tuple[str, str | None]:
         """The field with the effort of reasoning, and its value."""
@@ -287,7 +288,8 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             more["thinking_token_budget"] = self.thinking.budget_tokens
         make = functools.partial(self.params, rules, **more)
-        return chat_task(self, self.functions(), self.chat, rules, make, "messages", self.effort(rules.form))
+        chat = functools.partial(self.chat, sanitize=rules.sanitize_control_tokens)
+        return chat_task(self, self.functions(), chat, rules, make, "messages", self.effort(rules.form))
 
 
 DELTAS = {  # kind of a part -> type of its deltas, and name of their text
@@ -418,7 +420,8 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
     async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, Any]:
         check_model(body.model, model)
         form, engine = generation.form, generation.runner.engine
-        chat = with_tools(body.chat(), form, body.functions().offered(form), body.effort(form))
+        plain = body.chat(sanitize=generation.settings.sanitize_control_tokens)
+        chat = with_tools(plain, form, body.functions().offered(form), body.effort(form))
         try:
             job = generation.tokenising.submit(request.state.reading.size, lambda: len(engine.encode(chat)))
             return {"input_tokens": await while_connected(request, asyncio.wrap_future(job))}

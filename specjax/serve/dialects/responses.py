@@ -32,6 +32,7 @@ from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
     CallArguments,
+    ChatFields,
     Effort,
     JsonSchemaFormat,
     NewTokens,
@@ -268,7 +269,7 @@ Included: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
+class ResponsesRequest(SamplingFields, TaskBody, UnusedFields, ChatFields):
     asked = FIELDS | {"text": TextOptions.chosen}
     unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | {
         "background": (False,), "context_management": ([],), "conversation": (),
@@ -311,16 +312,17 @@ class ResponsesRequest(SamplingFields, TaskBody, UnusedFields):
         )
         make = functools.partial(self.params, rules, max_new_tokens=self.max_output_tokens, logprobs=None)
         effort = self.reasoning.effort if self.reasoning is not None else None
-        return chat_task(self, functions, self._chat, rules, make, "input", ("reasoning", effort))
+        chat = functools.partial(self._chat, sanitize=rules.sanitize_control_tokens)
+        return chat_task(self, functions, chat, rules, make, "input", ("reasoning", effort))
 
     def functions(self) -> list[tuple[FunctionTool, Origin]]:
         """The functions of all tools, with the names that prompts have."""
         return [pair for tool in self.tools or () for pair in tool.functions()]
 
-    def _chat(self) -> Chat:
+    def _chat(self, *, sanitize: bool) -> Chat:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items: Iterable[Item] = self.input
-        return Chat([*system, *assistant_turns(item.for_template() for item in items)])
+        return self.sanitized(Chat([*system, *assistant_turns(item.for_template() for item in items)]), sanitize)
 
 
 PREFIXES = {"text": "msg", "call": "fc", "thoughts": "rs"}  # prefixes of the ids of items
