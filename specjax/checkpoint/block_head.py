@@ -15,7 +15,6 @@ from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
     SILU,
     flattened,
-    layer_number,
     layers_with_window,
     read_rope,
     refuse_unsupported,
@@ -61,7 +60,7 @@ def block_config(
     decides the slot convention."""
     settings = block_settings(config)
     architecture = _architecture(settings)
-    layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
+    layers, heads = settings.count("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
     positions = settings.integer("max_position_embeddings", target.max_positions)
@@ -136,7 +135,7 @@ def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tupl
         sliding = layers_with_window(settings, layers)
     else:  # as in transformers' Qwen3
         windowed = settings.boolean("use_sliding_window") and size is not None
-        first = layer_number(settings, "max_window_layers", 28) if windowed else layers
+        first = settings.integer("max_window_layers", 28, least=0) if windowed else layers
         sliding = [layer >= first for layer in range(layers)]
     if any(sliding):
         size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")

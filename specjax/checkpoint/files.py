@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
@@ -48,17 +48,51 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
     return ", ".join(ordered[:limit]) + more
 
 
-def invalid(key: str, value: object, needed: str) -> CheckpointError:
-    return CheckpointError(f"config.json: {key} is {value!r:.80}; {needed} is needed")
+@contextmanager
+def damaged(what: str) -> Iterator[None]:
+    """Convert an error of a library that reads ``what``. Rust's panics are a ``BaseException``."""
+    try:
+        yield
+    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what} is damaged or not supported ({error!r:.300})") from error
+
+
+def invalid(key: str, value: object, needed: str, file: str = "config.json") -> CheckpointError:
+    return CheckpointError(f"{file}: {key} is {value!r:.80}; {needed} is needed")
 
 
 def unsupported(key: str, value: object, supported: str) -> CheckpointError:
     return CheckpointError(f"config.json: {key} is {value!r:.80}; supported: {supported}")
 
 
+MAX_INTEGER = 2**31 - 1  # positions and sizes are int32
+MAX_NUMBER = 1e38  # about the largest float32
+
+
+class Holds(NamedTuple):
+    """What a config's numbers are compared with before anything is built from them.
+
+    Attributes:
+        tensors: number of tensors of the model; without weights, above that of every published model.
+        file: name of the config in messages.
+    """
+
+    tensors: int = 2**18
+    file: str = "config.json"
+
+
+UNKNOWN = Holds()
+
+
 class Settings(dict[str, Any]):
     """A JSON object whose values are checked when they are read: positive numbers and integers, and booleans, false by
     default. Null means absent, as in transformers."""
+
+    def __init__(self, values: Any = (), holds: Holds = UNKNOWN) -> None:
+        super().__init__(values)
+        self.holds = holds
 
     def optional(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -66,15 +100,26 @@ class Settings(dict[str, Any]):
 
     def section(self, key: str) -> Settings:
         if not isinstance(value := self.get(key) or {}, Mapping):
-            raise invalid(key, value, "an object")
-        return Settings(value)
+            raise self.invalid(key, value, "an object")
+        return Settings(value, self.holds)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def invalid(self, key: str, value: object, needed: str) -> CheckpointError:
+        return invalid(key, value, needed, self.holds.file)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.optional(key, default)
         if type(value) is float and value.is_integer():
             value = int(value)
-        if type(value) is not int or value < 1:
-            raise invalid(key, value, "a positive integer")
+        if type(value) is not int or not least <= value <= MAX_INTEGER:
+            size = " below 2**31" if type(value) is int and value > 0 else ""
+            raise self.invalid(key, value, f"{'a positive' if least else 'no negative'} integer{size}")
+        return value
+
+    def count(self, key: str, default: int | None = None, *, each: int = 1) -> int:
+        """An integer. There are ``each`` times as many tensors or more."""
+        value = self.integer(key, default)
+        if value * each > self.holds.tensors:
+            raise self.invalid(key, value, f"at most {self.holds.tensors // each}, for {self.holds.tensors} tensors,")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -83,19 +128,30 @@ class Settings(dict[str, Any]):
         if value is None:
             raise KeyError(key)
         # Python's JSON allows Infinity and integers beyond the range of floats.
-        if type(value) not in (int, float) or not 0 < value < 1e300:
-            raise invalid(key, value, "a positive number")
+        if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
+            raise self.invalid(key, value, "a positive number")
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Raises KeyError if it is absent."""
         if not isinstance(value := self[key], list) or not value:
-            raise invalid(key, value, "a list of positive numbers")
-        return tuple(Settings({key: element}).number(key) for element in value)
+            raise self.invalid(key, value, "a list of positive numbers")
+        return tuple(Settings({key: element}, self.holds).number(key) for element in value)
 
-    def boolean(self, key: str) -> bool:
-        if type(value := self.optional(key, False)) is not bool:
-            raise invalid(key, value, "true or false")
+    def boolean(self, key: str, default: bool = False) -> bool:
+        if type(value := self.optional(key, default)) is not bool:
+            raise self.invalid(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        if type(value := self.optional(key, default)) is not str:
+            raise self.invalid(key, value, "a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.optional(key, [])
+        if type(value) is not list or not all(type(item) is str for item in value):
+            raise self.invalid(key, value, "a list of texts")
         return value
 
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.files import CheckpointError, listed, prefixed
+from specjax.checkpoint.files import CheckpointError, Holds, Settings, damaged, listed, prefixed
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.parameters import misfits
 from specjax.checkpoint.quantised import BLOCK_TYPES
@@ -31,13 +32,14 @@ from specjax.packages import need
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
     from tokenizers import Tokenizer
 
 # Part of a converted folder's name. Change it when the files written by this module change.
 CONVERSION = "v3"
 
-KEPT_TYPES = (*BLOCK_TYPES, "F32", "F16", "BF16")  # other types are dequantised
+FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+KEPT_TYPES = (*BLOCK_TYPES, *FLOATS)  # other types are dequantised
+MAX_AXES = 4  # of a tensor in ggml
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata that changes the computation of a Llama, with the values that have no effect.
 NEUTRAL = {
@@ -55,6 +57,7 @@ INTEGERS = {
 }
 # general.file_type -> the dtype on a GPU. Quantised files are converted from bfloat16 models.
 FILE_DTYPES = {0: "float32", 1: "float16"}
+MOSTLY_BF16 = 32
 
 
 def convert(
@@ -73,84 +76,188 @@ def convert(
         _write_weights(config, tensors, folder, f"Converting {label}" if progress else None)
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> Settings:
     """The config.json that `convert` writes, without token ids."""
     with prefixed(str(file)):
         return hf_config(*_read(file))
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    reader_of = need("gguf", "gguf", "GGUF files").GGUFReader
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a GGUF file."""
+
+    kind: str  # ggml's type
+    shape: tuple[int, ...]  # rows first
+    data: np.ndarray  # a view of the file: numbers, or rows of blocks
+
+
+class _Reader:
+    """Reads a GGUF file from the start. Every length is compared with the bytes that are left."""
+
+    NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
+    TEXT, ARRAY = 8, 9  # types of values that are no numbers
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.at, self.field = data, 0, "its header"
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def too_long(self, length: str) -> CheckpointError:
+        place = f"byte {self.at} of {len(self.data)}"
+        return CheckpointError(f"{self.field} has {length} from {place} on: a damaged or truncated GGUF file")
+
+    def numbers(self, dtype: Any, count: int) -> np.ndarray:
+        start, size = self.at, np.dtype(dtype).itemsize
+        if count * size > self.left:
+            raise self.too_long(f"{count} x {size} bytes")
+        self.at += count * size
+        return self.data[start : self.at].view(dtype)
+
+    def number(self, dtype: str) -> Any:
+        return self.numbers(dtype, 1)[0].item()
+
+    def text(self) -> str:
+        data = self.numbers("u1", self.number("<u8")).tobytes()
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.field} is not UTF-8 ({error.reason})") from error
+
+    def named(self, kind: str) -> str:
+        """The name of the next field."""
+        self.field = f"the name of a {kind} at byte {self.at}"
+        name = self.text()
+        self.field = f"{kind} {name[:80]!r}"
+        return name
+
+    def value(self) -> Any:
+        if (kind := self.number("<u4")) == self.TEXT:
+            return self.text()
+        if kind != self.ARRAY:
+            return self.number(self.dtype(kind))
+        kind, count = self.number("<u4"), self.number("<u8")
+        if kind != self.TEXT:
+            return self.numbers(self.dtype(kind), count).tolist()
+        if 8 * count > self.left:
+            raise self.too_long(f"{count} texts")
+        return [self.text() for _ in range(count)]
+
+    def dtype(self, kind: int) -> str:
+        if kind >= len(self.NUMBERS) or (dtype := self.NUMBERS[kind]) is None:
+            raise CheckpointError(f"{self.field} has values of type {kind}; numbers, texts and arrays of them are read")
+        return dtype
+
+
+def _read(file: Path) -> tuple[Settings, dict[str, StoredTensor]]:
+    gguf = need("gguf", "gguf", "GGUF files")
     try:
-        reader = reader_of(str(file))
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"not a readable GGUF file, or a truncated one ({error})") from error
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+        data = np.memmap(file, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"not a readable GGUF file ({error})") from error
+    if data[:4].tobytes() != b"GGUF":
+        raise CheckpointError(f"not a GGUF file: it starts with {data[:4].tobytes()!r}")
+    read = _Reader(data.view(np.ndarray))
+    read.at = 4
+    if (version := read.number("<u4")) not in (2, 3):
+        raise CheckpointError(f"GGUF version {version}; supported: 2, 3 (little-endian)")
+    tensors, keys = read.number("<u8"), read.number("<u8")
+    metadata = Settings(holds=Holds(file="metadata"))
+    for _ in range(keys):
+        if (key := read.named("key")) in metadata:
+            raise CheckpointError(f"{read.field} is there twice")
+        metadata[key] = read.value()
+    placed: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for _ in range(tensors):
+        if (name := read.named("tensor")) in placed:
+            raise CheckpointError(f"{read.field} is there twice")
+        if (axes := read.number("<u4")) > MAX_AXES:
+            raise CheckpointError(f"{read.field} has {axes} axes; at most {MAX_AXES} are possible")
+        shape, kind = tuple(read.numbers("<u8", axes).tolist()[::-1]), read.number("<u4")
+        if kind not in gguf.GGML_QUANT_SIZES:
+            raise CheckpointError(f"{read.field} has the unknown type {kind}")
+        placed[name] = gguf.GGMLQuantizationType(kind).name, shape, read.number("<u8")
+    if (alignment := metadata.integer("general.alignment", 32)) & (alignment - 1):
+        raise metadata.invalid("general.alignment", alignment, "a power of two")
+    start, found = -(-read.at // alignment) * alignment, dict[str, StoredTensor]()
+    for name, (kind, shape, offset) in placed.items():
+        weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        columns = shape[-1] if shape else 1
+        if columns % weights or 0 in shape:
+            raise CheckpointError(f"tensor {name!r:.80} has {columns} columns in blocks of {weights}, of shape {shape}")
+        read.at, read.field = start + offset, f"tensor {name!r:.80}"
+        dtype, width = (FLOATS[kind], columns) if kind in FLOATS else (np.uint8, columns // weights * size)
+        count = prod(shape[:-1]) * width
+        found[name] = StoredTensor(kind, shape, read.numbers(dtype, count).reshape(*shape[:-1], width))
+    return metadata, found
 
 
-def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"general.architecture is {architecture!r}; supported: llama")
-    if (parts := metadata.get("split.count", 1)) > 1:
+def hf_config(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> Settings:
+    if (architecture := metadata.get("general.architecture")) != "llama":
+        raise CheckpointError(f"general.architecture is {architecture!r:.80}; supported: llama")
+    if (parts := metadata.integer("split.count", 1, least=0)) > 1:
         raise CheckpointError(f"it is one of {parts} parts; join them with llama-gguf-split --merge")
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError("it has no tensor token_embd.weight, so it is not a whole model")
-    llama: dict[str, Any] = {
-        key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")
-    }
+    embed = tensors.get("token_embd.weight")
+    if embed is None or len(embed.shape) != 2:
+        raise CheckpointError("it has no matrix token_embd.weight, so it is not a whole model")
     for key, neutral in NEUTRAL.items():
-        if (value := llama.get(key, 0)) not in neutral:
-            raise CheckpointError(f"llama.{key} is {value}; supported: {neutral[0]} or absent")
-    llama.setdefault("attention.head_count_kv", llama.get("attention.head_count"))
-    for key in INTEGERS.values():
-        if type(value := llama.get(key)) is not int:
-            raise CheckpointError(f"llama.{key} is {value}; one number for all layers is needed")
-    head_dim = int(llama.get("attention.key_length", llama["embedding_length"] // llama["attention.head_count"]))
+        if (value := metadata.get(f"llama.{key}", 0)) not in neutral:
+            raise CheckpointError(f"llama.{key} is {value!r:.80}; supported: {neutral[0]} or absent")
+    metadata.setdefault("llama.attention.head_count_kv", metadata.get("llama.attention.head_count"))
+    sizes = {name: metadata.integer(f"llama.{key}") for name, key in INTEGERS.items()}
+    head_dim = metadata.integer("llama.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
     for key in ("rope.dimension_count", "attention.value_length"):
-        if (value := llama.get(key, head_dim)) != head_dim:
-            raise CheckpointError(f"llama.{key} ({value}) must equal the width of a head ({head_dim})")
-    if (epsilon := llama.get("attention.layer_norm_rms_epsilon")) is None:
-        raise CheckpointError("it has no metadata key llama.attention.layer_norm_rms_epsilon, so it is incomplete")
-    is_quantised = any(tensor.tensor_type.name in BLOCK_TYPES for tensor in tensors.values())
+        if (value := metadata.get(f"llama.{key}", head_dim)) != head_dim:
+            raise CheckpointError(f"llama.{key} ({value!r:.80}) must equal the width of a head ({head_dim})")
+    if (epsilon := "llama.attention.layer_norm_rms_epsilon") not in metadata:
+        raise CheckpointError(f"it has no metadata key {epsilon}, so it is incomplete")
+    is_quantised = any(tensor.kind in BLOCK_TYPES for tensor in tensors.values())
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
-    bits = round(8 * sum(int(m.n_bytes) for m in matrices) / sum(int(m.n_elements) for m in matrices), 3)
-    return {
+    bits = round(8 * sum(m.data.nbytes for m in matrices) / sum(prod(m.shape) for m in matrices), 3)
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        **{name: llama[key] for name, key in INTEGERS.items()},
+        "vocab_size": embed.shape[0],
+        **sizes,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(epsilon),
-        "rope_theta": _decimal(llama.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(llama, tensors),
+        "rms_norm_eps": _decimal(metadata.number(epsilon)),
+        "rope_theta": _decimal(metadata.number("llama.rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(metadata, tensors),
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
         # llama.cpp writes the output matrix only if it is not the embedding.
         "tie_word_embeddings": "output.weight" not in tensors,
-        "torch_dtype": FILE_DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
+        "torch_dtype": FILE_DTYPES.get(metadata.integer("general.file_type", MOSTLY_BF16, least=0), "bfloat16"),
         **({"quantization_config": {"quant_method": "gguf", "bits_per_weight": bits}} if is_quantised else {}),
     }
+    return Settings(config, Holds(len(tensors)))
 
 
 def _decimal(value: float) -> float:
     return float(f"{value:.7g}")  # 1e-05 for the float32 9.99999974e-06
 
 
-def _rope_scaling(llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> dict[str, Any] | None:
     """Linear scaling, or llama3 scaling: llama.cpp writes divisors of frequencies, which are read as longrope's."""
-    rope_type = llama.get("rope.scaling.type", "none")
+    rope_type = metadata.get("llama.rope.scaling.type", "none")
     if rope_type not in ("none", "linear"):
-        raise CheckpointError(f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, {ROPE_FACTORS}")
-    if ROPE_FACTORS in tensors:
-        divisors = [_decimal(float(divisor)) for divisor in tensors[ROPE_FACTORS].data]
-        factors = {"long_factor": divisors, "short_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
-        return {"rope_type": "longrope", "original_max_position_embeddings": llama["context_length"], **factors}
-    factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
-    is_linear = factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama)
-    return {"rope_type": "linear", "factor": float(factor)} if is_linear else None
+        raise CheckpointError(f"llama.rope.scaling.type is {rope_type!r:.80}; supported: none, linear, {ROPE_FACTORS}")
+    if factors := tensors.get(ROPE_FACTORS):
+        if factors.kind != "F32" or len(factors.shape) != 1:
+            raise CheckpointError(f"{ROPE_FACTORS} is {factors.kind} {list(factors.shape)}; a list of F32 is needed")
+        divisors = [_decimal(divisor) for divisor in factors.data.tolist()]
+        scaling = {"long_factor": divisors, "short_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": metadata["llama.context_length"],
+            **scaling,
+        }
+    key = "llama.rope.scaling.factor" if "llama.rope.scaling.factor" in metadata else "llama.rope.scale_linear"
+    if metadata.get(key) in (None, 0, 1) or (rope_type == "none" and "llama.rope.scale_linear" not in metadata):
+        return None
+    return {"rope_type": "linear", "factor": metadata.number(key)}
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -163,12 +270,10 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write_weights(
-    config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, title: str | None
-) -> None:
+def _write_weights(config: Settings, tensors: Mapping[str, StoredTensor], folder: Path, title: str | None) -> None:
     model = model_config(config, dtype="float32")
     rules = list(placements(table(model), dimensions(model)))
-    shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = [replace(rule, tensor=rule.gguf) for rule in rules]
     if problems := misfits(shapes, expected, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
@@ -176,15 +281,14 @@ def _write_weights(
     sizes: dict[str, int] = {}
     for rule in rules:
         source = tensors[rule.gguf]
-        block_type = source.tensor_type.name
-        is_block = block_type in BLOCK_TYPES
-        name = f"{rule.tensor.removesuffix('.weight')}.{block_type.lower()}" if is_block else rule.tensor
+        is_block = source.kind in BLOCK_TYPES
+        name = f"{rule.tensor.removesuffix('.weight')}.{source.kind.lower()}" if is_block else rule.tensor
         stored[name] = rule
-        sizes[name] = int(source.n_bytes if block_type in KEPT_TYPES else 4 * source.n_elements)
+        sizes[name] = source.data.nbytes if source.kind in KEPT_TYPES else 4 * prod(source.shape)
 
     def read(name: str) -> np.ndarray:
         rule = stored[name]
-        values = _values(tensors[rule.gguf])
+        values = _values(rule.gguf, tensors[rule.gguf])
         if rule.interleaved:
             values = unpermute(values, rule.shape[0] // model.head_dim)
         written.update(values.nbytes)
@@ -195,17 +299,14 @@ def _write_weights(
         written.set_postfix_str("bytes written")
 
 
-def _values(source: ReaderTensor) -> np.ndarray:
+def _values(name: str, source: StoredTensor) -> np.ndarray:
     """Rows of blocks or floats as in the file; other types as float32."""
-    from gguf import dequantize
+    from gguf import GGMLQuantizationType, dequantize
 
-    if source.tensor_type.name in KEPT_TYPES:
-        values = np.asarray(source.data)
-        return values.view(ml_dtypes.bfloat16) if source.tensor_type.name == "BF16" else values
-    try:
-        return dequantize(source.data, source.tensor_type)
-    except NotImplementedError as error:
-        raise CheckpointError(f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode") from error
+    if source.kind in KEPT_TYPES:
+        return source.data
+    with damaged(f"{name}, of the type {source.kind},"):
+        return dequantize(source.data, GGMLQuantizationType[source.kind])
 
 
 # The tokenizer.
@@ -238,43 +339,53 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 _ADVICE = "Use the Hugging Face folder of this model, which has a tokenizer.json"
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def write_tokenizer(metadata: Settings, folder: Path) -> dict[str, Any]:
     """Write the tokenizer. Returns ids of special tokens by their names in config.json; ``eos_token_id`` is a list if
     there is a second stop token."""
-    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    declared = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    special = {name: int(i) for name, i in declared.items() if i is not None and i < len(tokens)}
+    with damaged("the tokenizer, of the keys tokenizer.ggml.*,"):
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    special = {name: i for name, key in _SPECIAL.items() if (i := _token_id(metadata, key)) is not None}
     names = {name: tokens[i] for name, i in special.items()}
     config: dict[str, Any] = {
         # This class reads tokenizer.json unchanged. A model's own class would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 10**9)),
+        "model_max_length": metadata.integer(f"{metadata.get('general.architecture')}.context_length", 10**9),
         **names,
     }
-    if template := metadata.get("tokenizer.chat_template"):
+    if template := metadata.text("tokenizer.chat_template", ""):
         config["chat_template"] = template
     for file, value in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
         (folder / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     ids: dict[str, Any] = {f"{name}_id": i for name, i in special.items()}
-    declared_ends = special.get("eos_token"), metadata.get("tokenizer.ggml.eot_token_id")
-    ends = list(dict.fromkeys(int(i) for i in declared_ends if i is not None and i < len(tokens)))
+    declared_ends = special.get("eos_token"), _token_id(metadata, "eot")
+    ends = list(dict.fromkeys(i for i in declared_ends if i is not None))
     return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
-def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+def _token_id(metadata: Settings, name: str) -> int | None:
+    """The id of a special token; None if it is absent, or no token, which some converters write for none."""
+    if metadata.get(key := f"tokenizer.ggml.{name}_token_id") in (None, -1):
+        return None
+    i = metadata.integer(key, least=0)
+    return i if i < len(metadata["tokenizer.ggml.tokens"]) else None
+
+
+def build_tokenizer(metadata: Settings) -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    if not (tokens := metadata.get("tokenizer.ggml.tokens")):
+    if not (tokens := metadata.texts("tokenizer.ggml.tokens")):
         raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
     if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
-        raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE). {_ADVICE}")
-    if (name := metadata.get("tokenizer.ggml.pre")) not in WORD_RULES:
-        raise CheckpointError(f"tokenizer.ggml.pre is {name!r}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
+        raise CheckpointError(f"tokenizer.ggml.model is {model!r:.80}; supported: gpt2 (byte-level BPE). {_ADVICE}")
+    if (name := metadata.get("tokenizer.ggml.pre")) not in list(WORD_RULES):
+        raise CheckpointError(f"tokenizer.ggml.pre is {name!r:.80}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
     rule = WORD_RULES[name]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    merges = [
+        (first, second) for first, _, second in (m.partition(" ") for m in metadata.texts("tokenizer.ggml.merges"))
+    ]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
     before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.single_digits else []
     if rule.pattern:
@@ -285,15 +396,19 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     after: list[Any] = [processors.ByteLevel(trim_offsets=True)]
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
-        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
+        i = _token_id(metadata, key)
+        return (
+            [(tokens[i], i)] if i is not None and metadata.boolean(f"tokenizer.ggml.add_{key}_token", default) else []
+        )
 
     bos, eos = added("bos", rule.add_bos), added("eos", False)
     if bos or eos:
         first, second = ([*dict(bos), text, *dict(eos)] for text in ("$A", "$B"))
         after.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
     tokenizer.post_processor = processors.Sequence(after)
-    types = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
+    if not isinstance(kinds := metadata.optional("tokenizer.ggml.token_type", []), list):
+        raise metadata.invalid("tokenizer.ggml.token_type", kinds, "a list of numbers")
+    types = list(zip(tokens, kinds, strict=False))
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, i in types if i in (UNKNOWN, CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, i in types if i == USER_DEFINED])
     return tokenizer

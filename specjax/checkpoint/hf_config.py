@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 from specjax.checkpoint.files import (
+    MAX_INTEGER,
+    UNKNOWN,
     CheckpointError,
     CheckpointOptionError,
     Settings,
@@ -39,6 +41,7 @@ NO_WINDOW = {"sliding_window": (0, "null (attention over the whole context)")}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
 LAYER_TYPES = ("sliding_attention", "full_attention")
+LAYER_TENSORS = 6  # the fewest of a layer, Phi-3's
 
 
 def model_config(
@@ -52,14 +55,14 @@ def model_config(
       platform: for dtype auto; ``jax.default_backend()`` if None.
       context_length: the longest text served, which selects longrope's factors; None: the model's.
     """
-    architectures = hf_config.get("architectures") or []
+    architectures = Settings(hf_config).texts("architectures")
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
     if architecture is None:
         raise unsupported("architectures", architectures or "absent", listed(ARCHITECTURES, 99))
     reader = READERS[architecture]
     if (code := hf_config.get("auto_map")) and not reader.remote_code:
         raise unsupported("auto_map", code, f"none (code of a model is never run; remove it if it is {architecture}'s)")
-    config = Settings({**reader.defaults, **hf_config})
+    config = Settings({**reader.defaults, **hf_config}, getattr(hf_config, "holds", UNKNOWN))
     if reader.text_config:
         outer = ("architectures", "quantization_config", "tie_word_embeddings")
         config.update({key: value for key, value in config.section("text_config").items() if key not in outer})
@@ -71,7 +74,10 @@ def model_config(
     if heads % kv_heads:
         raise invalid("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     max_positions = config.integer("max_position_embeddings", 2048)
-    layers, head_dim = config.integer("num_hidden_layers"), config.integer("head_dim", hidden // heads)
+    layers, head_dim = (
+        config.count("num_hidden_layers", each=LAYER_TENSORS),
+        config.integer("head_dim", hidden // heads),
+    )
     fields = {name: value for part in reader.parts for name, value in part(config, layers).items()}
     if "rope" not in fields:
         fields["rope"] = read_rope(
@@ -182,6 +188,7 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     count, per_token = config.integer(key), config.integer("num_experts_per_tok")
     _at_most(per_token, count, "num_experts_per_tok", key)
     sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+    config.count(key, each=max(len(sparse), 1))
     width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
     experts = Experts(count, per_token, width, sparse, normalised=normalised)
     windows = _every_window(config, layers) if config.boolean("use_sliding_window") else {}
@@ -209,7 +216,7 @@ def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
     head_dim, positions = config.integer("head_dim", 256), config.integer("max_position_embeddings", 131072)
     section = config.section("rope_parameters")
     if any(key in section for key in LAYER_TYPES):
-        local, full = (Settings({"rope_parameters": section.get(key)}) for key in LAYER_TYPES)
+        local, full = (Settings({"rope_parameters": section.get(key)}, config.holds) for key in LAYER_TYPES)
     else:  # transformers 4
         full = Settings({key: config.get(key) for key in (*ROPE_SECTIONS, "rope_theta")})
         local = Settings({"rope_theta": config.get("rope_local_base_freq")})
@@ -231,21 +238,23 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
     key = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
     count, per_token = config.integer(key, 256), config.integer("num_experts_per_tok", 8)
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    dense = config.integer("first_k_dense_replace", 0, least=0)
     if count % groups:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
     _at_most(top_groups, groups, "topk_group", "n_group")
     _at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
-    dense, width = layer_number(config, "first_k_dense_replace", 0), config.integer("moe_intermediate_size")
+    config.count(key, 256, each=max(layers - dense, 1))
+    width = config.integer("moe_intermediate_size")
     experts = Experts(
         count, per_token, width, tuple(range(dense, layers)), scoring="sigmoid",
         normalised=config.boolean("norm_topk_prob"), scale=config.number("routed_scaling_factor", 1.0), groups=groups,
         top_groups=top_groups, shared_width=width * config.integer("n_shared_experts", 1),
     )  # fmt: skip
     rope = read_rope(config, config.integer("max_position_embeddings", 4096), head_dim=latent.rope_dim)
-    scale_all = rope_section(config).optional("mscale_all_dim", 0)
+    section, key = rope_section(config), "mscale_all_dim"
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
-    if rope.scaling != "none" and scale_all:
-        scale *= yarn_magnitude(rope.factor, scale_all) ** 2
+    if rope.scaling != "none" and section.get(key):
+        scale *= yarn_magnitude(rope.factor, section.number(key)) ** 2
     return {
         "latent": latent, "experts": experts if experts.layers else None, "rope": rope, "query_scale": scale,
         "head_dim": latent.nope_dim + latent.rope_dim, "attention_bias": config.boolean("attention_bias"),
@@ -285,7 +294,7 @@ def _even_windows(config: Settings, layers: int) -> dict[str, Any]:
 def _late_windows(config: Settings, layers: int) -> dict[str, Any]:
     if not config.boolean("use_sliding_window"):
         return {}
-    first = layer_number(config, "max_window_layers", 28)
+    first = config.integer("max_window_layers", 28, least=0)
     return _windows(config, layers, lambda layer: layer >= first)
 
 
@@ -307,12 +316,6 @@ def layers_with_window(config: Settings, layers: int) -> list[bool]:
     if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
         raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
     return [name == LAYER_TYPES[0] for name in types]
-
-
-def layer_number(config: Settings, key: str, default: int) -> int:
-    if type(value := config.optional(key, default)) is not int or value < 0:
-        raise invalid(key, value, "a number of layers")
-    return value
 
 
 def _at_most(value: int, limit: int, name: str, bound: str) -> None:
@@ -404,7 +407,8 @@ def flattened(config: Settings, *sections: str) -> Settings:
     hidden = ropes if any(layer.get(key) is not None for key in ropes) else set()
     outer = {key: value for key, value in config.items() if key not in hidden}
     parts = (outer, layer, *(config.section(name) for name in sections))
-    return Settings((key, value) for part in parts for key, value in part.items() if value is not None)
+    nested = ((key, value) for part in parts for key, value in part.items() if value is not None)
+    return Settings(nested, config.holds)
 
 
 def rope_section(config: Settings) -> Settings:
@@ -466,6 +470,8 @@ def _scaling(
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         return replace(scaled, low_freq_factor=low, high_freq_factor=high) if factor != 1 else RopeConfig()
     if is_longrope:
+        if original < 2:
+            raise config.invalid(key, original, "a number of at least 2")
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         long, short = section.numbers("long_factor"), section.numbers("short_factor")
         scaled = replace(scaled, divisors=long if context_length > original else short)
@@ -482,9 +488,11 @@ def _scaling(
 
 def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
     """The longest text: ``max_position_embeddings``, extended by dynamic and yarn scaling."""
-    if rope.scaling in ("dynamic", "yarn"):
-        return max(max_positions, int(rope.original_max_position * rope.factor))
-    return max_positions
+    scaled = rope.original_max_position * rope.factor if rope.scaling in ("dynamic", "yarn") else 0
+    if scaled > MAX_INTEGER:
+        original = f"original_max_position_embeddings is {rope.original_max_position}"
+        raise CheckpointError(f"config.json: factor is {rope.factor}, and {original}; a product below 2**31 is needed")
+    return max(max_positions, int(scaled))
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.files import CheckpointError, read_json
+from specjax.checkpoint.files import MAX_INTEGER, CheckpointError, damaged, read_json
 from specjax.checkpoint.weights import ModelFiles
 
 if TYPE_CHECKING:
@@ -46,20 +46,28 @@ def load_tokenizer(
     if folder is not None:
         files = replace(files, folder=Path(folder))
     file = files.folder / "tokenizer_config.json"
-    try:
-        name = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
-        # AutoTokenizer would choose this class. Its import takes seconds, and imports torch if installed.
-        is_plain = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        tokenizer_class: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+    name = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
+    # AutoTokenizer would choose this class. Its import takes seconds, and imports torch if installed.
+    is_plain = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    tokenizer_class: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+    with damaged(f"the tokenizer in {files.folder} (tokenizer.json and tokenizer_config.json are needed)"):
         tokenizer = tokenizer_class.from_pretrained(str(files.folder), local_files_only=True)
-    except Exception as error:  # transformers raises the errors of its backends
-        problem = f"no usable tokenizer in {files.folder} ({type(error).__name__}: {error})"
-        raise CheckpointError(f"{problem}; tokenizer.json and tokenizer_config.json are needed") from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(f"the tokenizer in {files.folder} has no tokenizer.json ({type(tokenizer).__name__})")
+        tokenizer.model_max_length = MAX_INTEGER  # the model's context length counts
+        if not tokenizer.is_fast:
+            raise CheckpointError(f"the tokenizer in {files.folder} has no tokenizer.json ({type(tokenizer).__name__})")
+        _check_ids(tokenizer.get_vocab(), files)
+        tokenizer.decode(tokenizer("a")["input_ids"])
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _check_ids(vocabulary: Mapping[str, int], files: ModelFiles) -> None:
+    """Compare the largest id, which sizes of tables follow from, with the tokens and the embedding's rows."""
+    rows = files.config.get("vocab_size")
+    limit = max(len(vocabulary), rows if type(rows) is int else 0)
+    if (last := max(vocabulary, key=vocabulary.__getitem__, default="")) and (i := vocabulary[last]) >= limit:
+        raise CheckpointError(f"tokenizer.json in {files.folder}: {last[:80]!r} has the id {i}; the ids end at {limit}")
 
 
 def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str | None:

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specjax.checkpoint.files import CheckpointError, listed, read_json
+from specjax.checkpoint.files import CheckpointError, Holds, listed, read_json
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ T = TypeVar("T")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]
+
+MAX_EXPERTS = 2**13  # in one tensor; a layer of a published model has at most 512
 
 OTHER_MODALITIES = tuple(
     f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
@@ -80,7 +82,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length).decode(), object_pairs_hook=_unique)
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file, or a truncated one ({error})") from error
+        raise CheckpointError(
+            f"{file} is not a readable safetensors file, or a truncated one ({error!s:.300})"
+        ) from error
     header.pop("__metadata__", None)
     return {
         name: TensorEntry(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -128,7 +132,7 @@ def _experts(entry: TensorEntry, names: Container[str]) -> Iterable[tuple[str, T
     projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     stem, _, name = entry.name.rpartition(".")
     is_stacked = stem.endswith(".mlp.experts") and len(entry.shape) == 3 and f"{entry.name}_bias" not in names
-    if name not in projections or not is_stacked:
+    if name not in projections or not is_stacked or 0 in entry.shape or entry.shape[0] > MAX_EXPERTS:
         return [(entry.name, entry)]
     count, rows, columns = entry.shape
     parts = [(e, one) for e in range(count) for one in projections[name]]
@@ -199,6 +203,7 @@ def read_folder(name: str, path: Path, *, outline: bool = False) -> ModelFiles:
         return ModelFiles(name, folder, config, ())
     files = ModelFiles(name, folder, config, find_weights(name, folder))
     tensors, tied = files.headers, config.get("tie_word_embeddings")
+    config.holds = Holds(len(tensors))
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
     has_head = any(tensor.startswith(HEAD_TENSOR.removesuffix("weight")) for tensor in tensors)
     if has_head and (head is None or head.dtype not in DTYPES):  # a quantised output matrix

@@ -436,7 +436,8 @@ def test_byte_level_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("pre", sorted(gguf.WORD_RULES))
 def test_word_rules_are_lossless(pre):
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in (byte_level_metadata() | {"pre": pre}).items()}
+    described = byte_level_metadata() | {"pre": pre}
+    metadata = store.Settings({f"tokenizer.ggml.{key}": value for key, value in described.items()})
     tokenizer = gguf.build_tokenizer(metadata)
     text = "It's 12345 o'clock,\r\n\t  x = foo_bar(1.5)  \u00e9\u4e2d\u6587 🙂 "
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
