@@ -11,7 +11,7 @@ from specjax.checkpoint.draft_head import describe_head, load_head, load_mtp, mt
 from specjax.checkpoint.files import CheckpointError, CheckpointOptionError
 from specjax.checkpoint.hf_config import effective_quantization, model_config, sampling_defaults, stop_token_ids
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
-from specjax.checkpoint.parameters import load_params
+from specjax.checkpoint.parameters import check_tensors, load_params
 from specjax.checkpoint.quantised import bits_per_weight, matrices, save_dequantised
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
@@ -20,7 +20,7 @@ from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead",
-    "bits_per_weight", "check_tokenizer_paths", "describe_head", "effective_quantization",
+    "bits_per_weight", "check_tensors", "check_tokenizer_paths", "describe_head", "effective_quantization",
     "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head",
     "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised",
     "shipped_head", "stop_token_ids",

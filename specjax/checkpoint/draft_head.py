@@ -37,6 +37,7 @@ from specjax.checkpoint.weights import (
     DTYPES,
     LAYOUTS,
     ModelFiles,
+    check_finite,
     find_weights,
     read_headers,
     read_shards,
@@ -251,6 +252,8 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     def state_dict(file: Path) -> dict[str, np.ndarray]:
         match read_torch_file(file):
             case dict() as state if all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in state.items()):
+                for name, array in state.items():
+                    check_finite(array, f"tensor {name} in {file}")
                 return state
         raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
 

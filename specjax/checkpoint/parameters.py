@@ -90,6 +90,16 @@ def load_params(
 
     Raises CheckpointError if a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
+    declared, sizes, tensors = check_tensors(files, config)
+    return fill_parameters(
+        files.name, declared, sizes, tensors, config, config.dtype, quantization, tied=config.tied_embeddings,
+        mesh=mesh, progress=progress,
+    )  # fmt: skip
+
+
+def check_tensors(files: ModelFiles, config: ModelConfig) -> tuple[Table, Sizes, Entries]:
+    """The declared parameters of a model and its tensors. Raises CheckpointError if a tensor is missing, left over or
+    of another shape than the config's numbers imply. Reads headers."""
     tensors = matrices(files)
     declared, sizes = table(config), declarations.dimensions(config)
     mtp = mtp_tensors(tensors.keys(), config)
@@ -100,10 +110,7 @@ def load_params(
         if any(name.endswith(_QUANTISED_NAMES) for name in tensors):
             advice = "They look quantised, and config.json has no quantization_config that says how"
         raise CheckpointError(f"the weights in {files.folder} do not fit its config.json; {problems}. {advice}")
-    return fill_parameters(
-        files.name, declared, sizes, tensors, config, config.dtype, quantization, tied=config.tied_embeddings,
-        mesh=mesh, progress=progress,
-    )  # fmt: skip
+    return declared, sizes, tensors
 
 
 def _zero_biases(tensors: Entries) -> set[str]:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
-from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
+from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, check_finite, save_shards
 from specjax.models.params import Bits
 
 if TYPE_CHECKING:
@@ -317,11 +317,18 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> Quantised:
 def _block_format(name: str) -> Format:
     part, block_type = name.lower(), BLOCK_TYPES[name]
 
+    def load(parts: Parts) -> Quantised:
+        entry, matrix = parts.entries[part], read_blocks(name, parts.read(part))
+        for scale in (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset):
+            if scale is not None:
+                check_finite(np.asarray(scale), f"tensor {entry.name} in {entry.file}")
+        return matrix
+
     def shape(parts: Parts) -> tuple[int, int]:
         rows, size = parts.entries[part].shape
         return rows, size // block_type.size * block_type.weights
 
-    return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
+    return Format((part,), shape, load)
 
 
 def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:

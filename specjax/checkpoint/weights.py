@@ -69,10 +69,36 @@ class TensorEntry:
             with self.file.open("rb") as stream:
                 length = before + count * dtypes[self.dtype].itemsize
                 mapped = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_READ, offset=self.start - before)
-            return np.frombuffer(mapped, dtypes[self.dtype], count, before).reshape(self.shape)
+            array = np.frombuffer(mapped, dtypes[self.dtype], count, before).reshape(self.shape)
         except (OSError, ValueError) as error:
             source = f"tensor {self.name} in {self.file}, of shape {self.shape!r:.80},"
             raise CheckpointError(f"{source} cannot be read ({error})") from error
+        check_finite(array, f"tensor {self.name} in {self.file}")
+        return array
+
+
+# The smallest bits of a magnitude that is not finite.
+_NOT_FINITE = {
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float32": 0x7F800000,
+    "float64": 0x7FF << 52,
+    "float8_e4m3fn": 127,
+}
+FINITE_BLOCK = 2**18  # bytes, which stay in a core's cache between the two reductions
+
+
+def check_finite(array: np.ndarray, source: str) -> None:
+    """Raise CheckpointError if a float array has NaN or infinity. Their bits are the largest ones, so that no copy is
+    made: positive numbers are compared as signed integers, negative ones as unsigned."""
+    if (limit := _NOT_FINITE.get(array.dtype.name)) is None:
+        return
+    size = array.dtype.itemsize
+    flat, step = array.reshape(-1), FINITE_BLOCK // size
+    for start in range(0, len(flat), step):
+        block = flat[start : start + step]
+        if block.view(f"i{size}").max() >= limit or block.view(f"u{size}").max() >= limit + (1 << 8 * size - 1):
+            raise CheckpointError(f"{source} has NaN or infinity; copy or download it again, or convert it again")
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
