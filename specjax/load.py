@@ -105,8 +105,8 @@ def load(
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
-    checkpoint.check_tensors(files, config)  # before anything has the config's sizes
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
+    checkpoint.check_tensors(files, config)  # before anything has the config's sizes
     devices, groups = 1 if mesh is None else mesh.size, group_count(mesh)
     check_experts(config, groups)
     served = fitted(config, devices, groups=groups)

@@ -188,7 +188,7 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     count, per_token = config.integer(key), config.integer("num_experts_per_tok")
     _at_most(per_token, count, "num_experts_per_tok", key)
     sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-    config.count(key, each=max(len(sparse), 1))
+    config.count(key, each=len(sparse))
     width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
     experts = Experts(count, per_token, width, sparse, normalised=normalised)
     windows = _every_window(config, layers) if config.boolean("use_sliding_window") else {}
@@ -243,7 +243,7 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
     _at_most(top_groups, groups, "topk_group", "n_group")
     _at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
-    config.count(key, 256, each=max(layers - dense, 1))
+    config.count(key, 256, each=max(layers - dense, 0))
     width = config.integer("moe_intermediate_size")
     experts = Experts(
         count, per_token, width, tuple(range(dense, layers)), scoring="sigmoid",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -81,9 +82,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def restore(self, like: State) -> State:
         """The newest checkpoint, with the shapes, dtypes and shardings of `like`. Raises RunError."""
         problem = f"the checkpoint of step {self.latest} in {self._checkpoints} cannot be read"
-        with _run_errors(problem, "; remove its folder to resume from the previous one"):
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            return cast(State, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        usual, sys.unraisablehook = sys.unraisablehook, _ignore
+        try:
+            state = self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:
+            # The hook stays: orbax's threads end later than this, and so do the errors of other arrays.
+            raise RunError(
+                f"{problem} ({_reason(error)}); remove its folder to resume from the previous one"
+            ) from error
+        sys.unraisablehook = usual
+        return cast(State, state)
 
     def save(self, step: int, state: Any) -> None:
         """Raises RunError if the checkpoint cannot be written; the previous checkpoint stays."""
@@ -126,8 +135,16 @@ def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:  # orbax and tensorstore have no common base
-        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-        raise RunError(f"{problem} ({reason.splitlines()[0]:.300}){advice}") from error
+        raise RunError(f"{problem} ({_reason(error)}){advice}") from error
+
+
+def _ignore(error: Any) -> None:
+    """A `sys.unraisablehook`. Python would print the error of each coroutine that reads an array."""
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return f"{reason.splitlines()[0]:.300}"
 
 
 def model_card(

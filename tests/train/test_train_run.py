@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -380,3 +382,21 @@ def test_number_of_held_back_examples(tmp_path):
 
     assert [held_back(lines) for lines in (1, 2, 10, 11, 150, 900)] == [0, 1, 1, 2, 15, 64]
     assert held_back(24, 6) == 6 and held_back(150, 64) == 64
+
+
+def test_truncated_checkpoint_is_one_error(tmp_path, capfd, monkeypatch):
+    """Several arrays of the checkpoint cannot be read."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # takes it back
+    state = {f"a{i}": jax.random.normal(jax.random.key(i), (300, 400)) for i in range(12)}
+    with RunFolder(tmp_path / "run", {}) as folder:
+        folder.save(3, state)
+    whole = (tmp_path / "run" / "checkpoints" / "3" / "default").rglob("*")
+    largest = max((file for file in whole if file.is_file()), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with (
+        RunFolder(tmp_path / "run", {}) as folder,
+        pytest.raises(RunError, match=r"step 3 .* cannot be read .*; remove its folder"),
+    ):
+        folder.restore(state)
+    gc.collect()
+    assert capfd.readouterr().err == ""
