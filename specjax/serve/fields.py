@@ -8,6 +8,7 @@ ignored and named in a response header.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -282,6 +283,7 @@ def _refusal(kind: type[Body], error: ErrorDetails, place: str) -> ApiError:
     return bad_request(f"{name or 'the body'} {problem}{got}", _root(name), code)
 
 
+@functools.cache
 def _range(kind: type[Body], field: Any) -> str | None:
     """The limits of a number, or of an object's numbers, in words; None: the field is another object."""
     schema = kind.model_json_schema()["properties"][field]
@@ -316,6 +318,7 @@ class BodyRoute(APIRoute):
             reading = request.state.reading = Reading(len(data))
             absent = bool(optional) and not data
             body = None if absent else await reading.run(lambda: kind.read(reading.parse(data), reading))
+            del data  # the answer may take long
             more = {"request": request} if self.dependant.request_param_name else {}
             answer = await self.endpoint(body=body, **more)
             response = answer if isinstance(answer, Response) else JSONResponse(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.acceptance import SyntheticAcceptance
+from specjax.engine.generation import forget_frames
 from specjax.serve.errors import SHUT_DOWN, ApiError, ErrorForm, State, form_of, shown, unavailable
 from specjax.serve.runner import Service
 from specjax.serve.server_settings import ServerSettings
@@ -91,8 +93,14 @@ class Gate:
             routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(routed, receive_limited, send_with_id)
         except ApiError as error:
+            forget_frames(error)  # or they keep the body until the next garbage collection
             await error.response(form)(scope, receive, send_with_id)
-        except Exception:
+        except asyncio.CancelledError:  # the server ends, after the last seconds for answers
+            if not answered:
+                await unavailable(SHUT_DOWN, retry_after=30, close=True).response(form)(scope, receive, send_with_id)
+            raise
+        except Exception as error:
+            forget_frames(error)
             if answered:  # too late for an error: cut the connection
                 raise
             logger.exception("request %s failed", id)

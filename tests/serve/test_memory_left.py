@@ -1,0 +1,195 @@
+"""No request, refused or answered, keeps memory after its end, also without the garbage collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from body_helpers import CHAT, COMPLETE, EVERY_LEAST, GENERATE, MESSAGES, RESPONSES
+from engine_helpers import make_engine, toy
+from server_helpers import Running, in_background, received, request, running, wait_until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident memory from /proc")
+
+COUNT = 50  # requests of each kind
+MOST = 100_000  # bytes that one may leave
+CONTEXT = 4096
+TEXT = {COMPLETE: "prompt", GENERATE: "text", RESPONSES: "input"}
+LIMITS = {COMPLETE: "max_tokens", CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
+WRONG_FORMAT = {"type": "json_schema", "schema": {"type": "nothing"}}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    COMPLETE: {"regex": "(("},
+    CHAT: {"regex": "(("},
+    GENERATE: {"sampling_params": {"regex": "(("}},
+    RESPONSES: {"text": {"format": WRONG_FORMAT | {"name": "x"}}},
+    MESSAGES: {"output_config": {"format": WRONG_FORMAT}},
+}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "A" * 4 * MOST}
+URL = f"data:image/png;base64,{IMAGE['data']}"
+IMAGES: dict[str, dict[str, Any]] = {
+    COMPLETE: {"prompt": "a", "image_data": URL},
+    CHAT: {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]},
+    GENERATE: {"text": "a", "image_data": URL},
+    RESPONSES: {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+    MESSAGES: {"messages": [{"role": "user", "content": [{"type": "image", "source": IMAGE}]}], "max_tokens": 9},
+}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def body(path: str, text: str, **more: Any) -> dict[str, Any]:
+    chat = {"messages": [{"role": "user", "content": text}]}
+    return EVERY_LEAST[path] | ({TEXT[path]: text} if path in TEXT else chat) | more
+
+
+def limited(path: str, tokens: int, **more: Any) -> dict[str, Any]:
+    """A long prompt, with an unknown field of several times `MOST` bytes."""
+    limit = {"max_new_tokens": tokens, "ignore_eos": True}
+    more |= {"sampling_params": limit} if path == GENERATE else {LIMITS[path]: tokens}
+    return body(path, "ab " * (CONTEXT // 4), other="x" * 4 * MOST, **more)
+
+
+def closing(data: bytes) -> bytes:
+    """The request, after whose answer the connection is closed."""
+    return data.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n", 1)
+
+
+Send = Callable[[Running], str]
+"""Sends a request. Returns the status of the answer, or nothing."""
+
+
+def sends(path: str, content: Any, change: Callable[[bytes], bytes] = bytes) -> Send:
+    data = closing(change(request(path, content)))
+
+    def send(server: Running) -> str:
+        with contextlib.suppress(ConnectionError), server.connected(data) as sock:
+            return received(sock)[9:12].decode()
+        return ""  # refused before the body was read
+
+    return send
+
+
+def leaves(path: str, content: Any, *, unsent: int = 0) -> Send:
+    """Disconnects while the request runs, or before its last bytes were sent."""
+    data = request(path, content)
+
+    def send(server: Running) -> str:
+        with server.connected(data[: len(data) - unsent]):
+            if not unsent:
+                wait_until(lambda: server.runner.unfinished)
+        wait_until(lambda: not server.runner.places.taken)
+        return ""
+
+    return send
+
+
+def aborts(path: str, content: Any) -> Send:
+    send = sends(path, content)
+
+    def abort(server: Running) -> str:
+        answer = in_background(send, server)
+        wait_until(lambda: server.runner.unfinished)
+        server.runner.abort_named(None)
+        return answer.result()
+
+    return abort
+
+
+@contextlib.contextmanager
+def failing(owner: Any, name: str) -> Iterator[None]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device is on fire")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        yield
+
+
+def fails(path: str, content: Any) -> Send:
+    """Runs into a failed step."""
+    send = sends(path, content)
+
+    def failed(server: Running) -> str:
+        with failing(server.engine, "_plan"):
+            return send(server)
+
+    return failed
+
+
+def waits(path: str, content: Any) -> Send:
+    """Finds a full queue."""
+    send = sends(path, content)
+
+    def refused(server: Running) -> str:
+        with server.runner.places.reserve(server.runner.capacity):
+            return send(server)
+
+    return refused
+
+
+def kinds(path: str) -> Iterator[tuple[str, Send, str]]:
+    """Names, requests, and the first digit of the answers."""
+    big = "a " * (2 * MOST)
+    yield "too many tokens", sends(path, body(path, big)), "4"
+    yield "no such model", sends(path, body(path, big, model="none")), "4"
+    cold = {"sampling_params": {"temperature": -1}} if path == GENERATE else {"temperature": -1}
+    yield "wrong field", sends(path, body(path, big, **cold)), "4"
+    yield "wrong type", sends(path, dict.fromkeys(body(path, ""), {"x": big})), "4"
+    yield "parameter that the engine refuses", sends(path, limited(path, 10**6)), "4"
+    yield "wrong grammar", sends(path, limited(path, 4) | GRAMMARS[path]), "4"
+    yield "image", sends(path, IMAGES[path]), "4"
+    yield "invalid JSON", sends(path, big, lambda data: data[:-1] + b"]"), "4"
+    yield "many values", sends(path, [0] * 2**20), "4"
+    yield "other type", sends(path, big, lambda data: data.replace(b"application/json", b"text/plain")), ""
+    yield "full queue", waits(path, body(path, big)), "5"
+    yield "failed step", fails(path, limited(path, 4)), "5"
+    yield "failed step of a stream", fails(path, limited(path, 4, stream=True)), "52"
+    yield "answer", sends(path, limited(path, 2)), "2"
+    yield "stream", sends(path, limited(path, 2, stream=True)), "2"
+    yield "aborted", aborts(path, limited(path, 2000)), "42"
+    yield "aborted stream", aborts(path, limited(path, 2000, stream=True)), "42"
+    yield "disconnect", leaves(path, limited(path, 2000)), ""
+    yield "disconnect from a stream", leaves(path, limited(path, 2000, stream=True)), ""
+    yield "disconnect before the end of the body", leaves(path, body(path, big), unsent=10), ""
+
+
+@pytest.fixture(scope="module")
+def server():
+    long = {"context_length": CONTEXT, "max_total_tokens": 4 * CONTEXT, "page_size": 64, "chunked_prefill_size": 2048}
+    with running(make_engine(toy(end=-50.0), "NGRAM", **long)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("path", EVERY_LEAST)
+def test_no_request_keeps_memory(server, path):
+    for name, send, status in kinds(path):
+        answer = send(server)  # later ones need no new programs and buffers
+        assert answer[:1] in status or not status, (name, answer)
+        least = float("inf")
+        with no_collector():
+            for _ in range(3):  # what a request keeps is kept each time; the allocator grows once
+                before = resident()
+                for _ in range(COUNT):
+                    send(server)
+                server.wait_idle()
+                least = min(least, (resident() - before) / COUNT)
+                if least < MOST:
+                    break
+        assert least < MOST, f"{name}: {least / 1000:.0f} KB after each request"
