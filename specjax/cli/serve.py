@@ -152,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     allow_files()
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
     app = make_app(runner, server, model=server.served_model_name or settings.model.model)
-    failure = Server(app, runner, sock, server).run()
+    serving = Server(app, runner, sock, server)
+    failure = serving.run()
     status = 0 if failure is None else 1
     if failure is None:
         logger.info("Bye.")
@@ -164,7 +165,9 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("The engine failed", exc_info=failure)
     for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
-    runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
+    end = min(serving.deadline, time.monotonic() + 2.0) if runner.loaded else 0.0  # for the last step
+    while not runner.stop(timeout=0.0) and time.monotonic() < end:
+        time.sleep(0.01)
     if group is not None:
         group.stop(status, "" if failure is None else str(failure))
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.

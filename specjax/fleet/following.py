@@ -37,6 +37,7 @@ from specjax.engine.plan import Key
 from specjax.fleet.agreement import engine_facts, file_facts
 from specjax.fleet.hosts import Follower, Group, Leader, Message
 from specjax.parallel.sharding import make_mesh
+from specjax.serve.server import SIGNALS
 
 logger = logging.getLogger("specjax.serve")
 
@@ -205,7 +206,7 @@ def run_follower(group: Follower, load: Callable[[], Engine]) -> int:
         logger.info("Asking the leader to stop; once more: exit at once")
         group.ask_to_stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, stop)
     try:
         follow(load(), group)

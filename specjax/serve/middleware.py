@@ -35,6 +35,7 @@ OWN_ORIGIN = re.compile(r"https?://((?:localhost|[\d.]+|\[[\da-f:.]+\])(?::\d+)?
 MAX_PATH = 256  # bytes of a path in the log and in messages
 MAX_METHOD = 16  # bytes of a method there
 CLOSE = {"Connection": "close"}
+LAST_SEND = 0.1  # seconds to send an answer when the server ends; its client may not read
 SYNTHETIC = "X-Specjax-Synthetic-Acceptance"  # header of every answer with `SyntheticAcceptance`
 INTERNAL = "internal error; the server's log has it"
 
@@ -95,9 +96,12 @@ class Gate:
         except ApiError as error:
             forget_frames(error)  # or they keep the body until the next garbage collection
             await error.response(form)(scope, receive, send_with_id)
-        except asyncio.CancelledError:  # the server ends, after the last seconds for answers
+        except asyncio.CancelledError:  # the server ends
             if not answered:
-                await unavailable(SHUT_DOWN, retry_after=30, close=True).response(form)(scope, receive, send_with_id)
+                async with asyncio.timeout(LAST_SEND):
+                    await unavailable(SHUT_DOWN, retry_after=30, close=True).response(form)(
+                        scope, receive, send_with_id
+                    )
             raise
         except Exception as error:
             forget_frames(error)

@@ -1,7 +1,9 @@
 """The server process: its socket, uvicorn with its connections, signals, and the shutdown.
 
-bind -> listen, load in the background (503 meanwhile) -> ready -> SIGTERM or Ctrl-C: drain (503 meanwhile) -> exit 0
-                                                                   once more: exit at once
+bind -> listen, load in the background (503 meanwhile) -> ready -> signal: drain (503 meanwhile) -> exit 0
+                                                                   once more: end requests with an error, exit 0
+
+The signals are SIGTERM, SIGHUP and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -26,10 +30,12 @@ from specjax.serve.server_settings import ServerSettings
 
 logger = logging.getLogger("specjax.serve")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else started by `nohup`
+    SIGNALS.append(signal.SIGHUP)
 
 SEND_BUFFER = 256 * 2**10  # bytes of a connection in the kernel; its own limit of 4 MB hides how much a client reads
-FORCED_GRACE = 5.0  # seconds for the last answers of aborted requests, before connections are cut
+LAST_ANSWERS = 1.0  # seconds for the errors of ended requests, before connections are cut
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -84,7 +90,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Server:
-    """Serves an app until a signal comes, or until the engine fails."""
+    """Serves an app until a signal comes, or until the engine fails.
+
+    Attributes:
+        deadline: time of `time.monotonic` at which the process should end; infinity while it serves.
+    """
+
+    deadline = math.inf
 
     def __init__(self, app: ASGIApp, runner: Service, sock: socket.socket, settings: ServerSettings) -> None:
         self._runner, self._sock, self._settings = runner, sock, settings
@@ -100,8 +112,6 @@ class Server:
             timeout_notify=0,  # seconds in addition to one
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
-            # A client that does not read must not keep the process alive.
-            timeout_graceful_shutdown=int(settings.shutdown_timeout + FORCED_GRACE) + 1,
         )
         self._uvicorn = _Uvicorn(config)
         self._draining: asyncio.Task[None] | None = None
@@ -122,7 +132,12 @@ class Server:
 
         self._runner.on_change = changed
         self._runner.start()
-        await self._uvicorn.serve(sockets=[self._sock])
+        await self._listen()
+
+    async def _listen(self) -> None:
+        self._serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._sock]))
+        with contextlib.suppress(asyncio.CancelledError):  # by `_exit`
+            await self._serving
 
     async def _check_pace(self) -> None:
         for connection in list(self._uvicorn.server_state.connections):
@@ -131,16 +146,18 @@ class Server:
 
     def _changed(self) -> None:
         if self._runner.failure is not None:
-            self._exit(FORCED_GRACE)
+            self._exit(LAST_ANSWERS)
         elif self._runner.state is State.READY:
             logger.info("The server is fired up and ready to roll! %s", url(self._sock, self._settings))
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._draining is not None:
-            logger.warning("%s again: stopping at once", name)
-            self._draining.cancel()
-            self._uvicorn.force_exit = self._uvicorn.should_exit = True
+            if number != signal.SIGHUP:  # which closed terminals send twice, and systemd after SIGTERM
+                logger.warning("%s again: stopping at once", name)
+                self._draining.cancel()
+                self._runner.end_all(SHUT_DOWN)
+                self._exit(LAST_ANSWERS)
             return
         logger.info("%s: shutting down", name)
         loaded = self._runner.state is State.READY
@@ -154,17 +171,19 @@ class Server:
 
         Meanwhile the socket still listens: new requests get a 503 instead of a refused connection.
         """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout
+        self.deadline = time.monotonic() + self._timeout
         if loaded:
-            while clock() < deadline and self._runner.places.taken:
+            last = self.deadline - min(LAST_ANSWERS, self._timeout / 4)
+            while time.monotonic() < last and self._runner.places.taken:
                 await asyncio.sleep(0.05)
             if self._runner.places.taken:
                 logger.warning("%d requests did not finish in time", self._runner.places.taken)
                 self._runner.end_all(SHUT_DOWN)
-        self._exit(max(deadline - clock(), 0) + FORCED_GRACE)
+        self._exit(max(self.deadline - time.monotonic(), 0.1))
 
     def _exit(self, seconds: float) -> None:
-        """Accepts no more connections, and cuts the open ones after `seconds`."""
-        self._uvicorn.config.timeout_graceful_shutdown = int(seconds) + 1
+        """Accepts no more connections, and cuts the open ones after `seconds`: a client that does not read must not
+        keep the process alive."""
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
         self._uvicorn.should_exit = True
+        asyncio.get_running_loop().call_later(seconds, self._serving.cancel)

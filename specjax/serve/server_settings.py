@@ -36,7 +36,7 @@ class ServerSettings:
     max_queued_requests: int = setting(512, "maximum number of waiting requests; further requests get a 503", minimum=1)
     stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
     decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
-    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
+    shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM, SIGHUP or Ctrl-C", minimum=0)
     watchdog_timeout: float = setting(
         300.0,
         "time limit of a step in seconds, without compilation; then all requests end (503), and the process (status 1)",

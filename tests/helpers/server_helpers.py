@@ -196,7 +196,7 @@ class InThread(Server):
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._runner.start()
-        await self._uvicorn.serve(sockets=[self._sock])
+        await self._listen()
 
     def signal(self, number: int) -> None:
         assert self._loop is not None
@@ -210,7 +210,9 @@ class InThread(Server):
         self._thread.start()
 
     def stop(self) -> None:
-        self._uvicorn.should_exit = True
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._exit, 1.0)
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
 

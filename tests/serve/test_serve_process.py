@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from generate_helpers import saved_model
-from server_helpers import SECONDS, check_error, free_port, in_background, parse_events, request
+from server_helpers import SECONDS, check_error, free_port, in_background, parse_events, received, request
 from train_helpers import with_kernels
 
 import specjax
@@ -342,6 +342,15 @@ def unread(process: Process) -> Iterator[None]:
         yield
 
 
+SHUT_DOWN_ERROR = {"message": SHUT_DOWN, "type": "server_error", "param": None, "code": "unavailable"}
+
+
+def check_shut_down(stream: Iterator[bytes]) -> None:
+    """The last event of a stream is the error of a server that ends."""
+    *_, last, end = b"".join(stream).decode().split("\n\n")
+    assert json.loads(last.removeprefix("data: ")) == {"error": SHUT_DOWN_ERROR} and end == ""
+
+
 def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
     long_name = "x" * 5000  # in each event, so that unread events fill the buffer
     flags = ["--shutdown-timeout", 1, "--served-model-name", long_name]
@@ -352,27 +361,54 @@ def test_requests_that_exceed_the_shutdown_timeout_get_an_error(launch, model):
         whole = in_background(complete, server)
         server.wait_for("#queue-req: 1")
         server.send(signal.SIGINT)
-        events = b"".join(stream).decode().split("\n\n")
+        begun = time.monotonic()
+        check_shut_down(stream)
         status = server.status(PROMPT_END)
-    assert status == 0, "a client that does not read delays nothing"
-    assert events[-1] == ""
-    error = {"message": SHUT_DOWN, "type": "server_error", "param": None, "code": "unavailable"}
-    assert json.loads(events[-2].removeprefix("data: ")) == {"error": error}
-    assert check_error(whole.result(SECONDS), 503) == error
+    assert status == 0 and time.monotonic() - begun < 5, "a client that does not read delays nothing"
+    assert check_error(whole.result(SECONDS), 503) == SHUT_DOWN_ERROR
     assert "Traceback" not in server.log
 
 
-def test_second_signal_stops_at_once(launch, model):
+def test_second_signal_ends_requests_with_an_error(launch, model):
     server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
-    with streaming(server) as stream:
+    unfinished = request("/v1/completions", LONG)[:-1]
+    with (
+        streaming(server) as stream,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow,
+    ):
+        slow.sendall(unfinished)
+        whole = in_background(complete, server)
+        server.wait_for("Prefill batch[^\n]*\n(.*\n)*.*Prefill batch")
         server.send(signal.SIGINT)
         server.wait_for("SIGINT: shutting down")
+        server.send(signal.SIGHUP)  # closed terminals send it, too
         server.send(signal.SIGTERM)
+        check_shut_down(stream)
+        head, _, body = received(slow).partition(b"\r\n\r\n")
         assert server.status(PROMPT_END) == 0
-        with pytest.raises(httpx.RemoteProtocolError):
-            b"".join(stream)
-    assert "1 requests may continue" in server.log and "SIGTERM again: stopping at once" in server.log
+    assert check_error(whole.result(SECONDS), 503) == SHUT_DOWN_ERROR
+    assert head.startswith(b"HTTP/1.1 503") and json.loads(body) == {"error": SHUT_DOWN_ERROR}
+    assert "2 requests may continue" in server.log and "SIGTERM again: stopping at once" in server.log
     assert "Traceback" not in server.log
+
+
+def test_hangup(launch, model):
+    """It drains, unless the process was started to ignore it, as by `nohup`."""
+    server = launch("--model", model, "--port", 0).wait_ready()
+    with streaming(server, max_tokens=1000) as stream:
+        server.send(signal.SIGHUP)
+        assert parse_events(b"".join(stream))[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.status(PROMPT_END) == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = launch("--model", model, "--port", 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.wait_ready().send(signal.SIGHUP)
+    assert complete(server, max_tokens=3).status_code == 200
+    server.send(signal.SIGTERM)
+    assert server.status(PROMPT_END) == 0
+    assert "SIGHUP" not in server.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -20,7 +20,7 @@ from specjax import settings
 from specjax.cli import flags
 from specjax.cli.serve import make_app
 from specjax.serve.runner import Runner
-from specjax.serve.server import FORCED_GRACE
+from specjax.serve.server import LAST_ANSWERS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -116,7 +116,7 @@ def test_compose():
     assert int(router["stop_grace_period"].removesuffix("s")) > drain
     for name in workers:
         timeout = parsed(SERVICES[name]["command"]).server.shutdown_timeout
-        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > timeout + FORCED_GRACE
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > timeout + LAST_ANSWERS
         assert drain > timeout
 
 
@@ -134,7 +134,7 @@ def test_times_of_a_shutdown():
     pod = deployment("worker.yaml")[0]
     seconds = int(WORKER["lifecycle"]["preStop"]["exec"]["command"][1])
     drain, readiness = parsed(COMMANDS["kubernetes"]).server.shutdown_timeout, WORKER["readinessProbe"]
-    assert pod["terminationGracePeriodSeconds"] > seconds + drain + FORCED_GRACE
+    assert pod["terminationGracePeriodSeconds"] > seconds + drain + LAST_ANSWERS
     assert seconds >= readiness["periodSeconds"] * readiness["failureThreshold"]
     pod, router = deployment("router.yaml")
     grace = after(router["args"], "--shutdown-grace-period-secs")
