@@ -135,6 +135,7 @@ class Server:
         await self._listen()
 
     async def _listen(self) -> None:
+        """Runs uvicorn until all connections have ended, or `_exit` cuts them."""
         self._serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._sock]))
         with contextlib.suppress(asyncio.CancelledError):  # by `_exit`
             await self._serving
@@ -179,7 +180,7 @@ class Server:
             if self._runner.places.taken:
                 logger.warning("%d requests did not finish in time", self._runner.places.taken)
                 self._runner.end_all(SHUT_DOWN)
-        self._exit(max(self.deadline - time.monotonic(), 0.1))
+        self._exit(max(self.deadline - time.monotonic(), 0.3))  # uvicorn looks every 0.1 s
 
     def _exit(self, seconds: float) -> None:
         """Accepts no more connections, and cuts the open ones after `seconds`: a client that does not read must not
