@@ -180,7 +180,8 @@ class Server:
             if self._runner.places.taken:
                 logger.warning("%d requests did not finish in time", self._runner.places.taken)
                 self._runner.end_all(SHUT_DOWN)
-        self._exit(max(self.deadline - time.monotonic(), 0.3))  # uvicorn looks every 0.1 s
+        # uvicorn looks every 0.1 s, and the end of the process takes about 0.2 s.
+        self._exit(max(self.deadline - 0.2 - time.monotonic(), 0.3))
 
     def _exit(self, seconds: float) -> None:
         """Accepts no more connections, and cuts the open ones after `seconds`: a client that does not read must not
