@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,10 +63,18 @@ class Stream:
 
 
 @contextmanager
-def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server of a source tree that has compiled all programs."""
+def server(
+    tree: Path, algorithm: str, flags: list[str], *, program: Sequence[str] = ("-m", "specjax.serve"),
+    compiled: bool = True,
+) -> Iterator[tuple[str, int]]:  # fmt: skip
+    """Address and process id of a ready server of a source tree.
+
+    Args:
+        program: arguments of Python before the server's flags.
+        compiled: wait until all programs are compiled.
+    """
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}
-    command = [sys.executable, "-m", "specjax.serve", "--port", "0", "--speculative-algorithm", algorithm, *flags]
+    command = [sys.executable, *program, "--port", "0", "--speculative-algorithm", algorithm, *flags]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stderr=log, env=environment, cwd=tree)
         try:
@@ -78,7 +86,8 @@ def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, 
                     base = address and address[1].decode()
                 else:
                     try:
-                        if httpx.get(f"{base}/get_model_info", timeout=5).json().get("compiling") == 0:
+                        compiling = httpx.get(f"{base}/get_model_info", timeout=5).json().get("compiling")
+                        if compiling is not None and not (compiled and compiling):
                             break
                     except (httpx.TransportError, ValueError):
                         pass

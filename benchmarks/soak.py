@@ -1,16 +1,22 @@
-"""Sends thousands of requests to one server, or compares a server's throughput with its engine's.
+"""Sends many mixed requests to servers of several algorithms, and checks that nothing is lost.
 
-    python benchmarks/soak.py requests [--requests 2000] [--concurrency 64] [--algorithm AUTO] [--record LABEL]
-    python benchmarks/soak.py overhead [--batch 16] [--rounds 5] [--algorithm NONE] [--record LABEL]
+    python benchmarks/soak.py [--requests 100000] [--algorithms NONE NGRAM ...] [--record LABEL]
+    python benchmarks/soak.py --model smollm2 --requests 5000 --algorithms AUTO [--record LABEL]
 
-`requests`: a closed loop of `--concurrency` streams of several lengths, some greedy and some sampled with a seed. Each
-distinct request first runs alone with an empty cache; all texts must equal that text. A greedy text may differ at a
-near tie: the two largest log-probabilities differ by less than 1e-3. Also recorded: errors, the server's resident
-memory after each quarter of the requests, and whether all pages are free at the end. The exit status is 1 if a request
-is lost, a text differs, or pages are held.
+Each algorithm has its own server and an equal share of the requests (`mixed_requests.py`), `--concurrency` at once.
+Some are aborted, some are left by their client, some are wrong, and every `--fail-every` requests a step of the engine
+raises. Without --model the target is a random model with an MTP layer and small drafts, and the pool is too small for
+the running requests, which forces retractions. With --model the requests start while programs compile. Checks:
 
-`overhead`: greedy requests at once by an engine in this process and by a server, in turns; the ratio of their tokens a
-second. The last line is one JSON document.
+    ended    each request has an answer, an error of the expected kind, or was left; no 5xx but of steps that raised
+    texts    `--sample` requests have the text that NONE gives to each of them alone
+    state    pages, slots, sequences and places in the queue: at the end as at the start
+    memory   resident memory grows by less than 1 MB in 10,000 requests (least squares), after 5% of the requests and
+             the end of compilation. Neither garbage collection nor malloc_trim is forced before the end
+    forced   steps raised, and requests were retracted (without --model)
+
+The exit status is 1 if a check fails. A check is null if the requests were too few for it. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -18,168 +24,242 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
+import os
+import random
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+from mixed_requests import GENERATE, WRONG, Reply, Request, ask, make_request
 from records import DATA, finish, machine
-from serving import HERE, Stream, chat, messages_of, percentiles, server
+from serving import HERE, server
 
-NEAR = 1e-3
-POOL = 1024  # tokens of a request in the two pools of `overhead`
+SECONDS = 1800.0  # time limit of an answer; only a lost request takes as long
+MAX_SLOPE = 1.0  # megabytes in 10,000 requests
+MIN_REQUESTS = {"memory": 4_500, "forced": 1_000}  # of a server, from which a check is made
+MODES = {"answer": 70, "abort": 8, "leave": 16, "wrong": 6}
+PROGRAM = HERE / "tests" / "helpers" / "soak_program.py"
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+SMALL = [
+    "--context-length", "768", "--max-running-requests", "8", "--max-total-tokens", "768",
+    "--chunked-prefill-size", "64", "--speculative-ngram-capacity", "65536",
+]  # fmt: skip
+TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "5"]
+ALGORITHMS: dict[str, tuple[str | None, list[str]]] = {
+    "NONE": (None, []),
+    "NGRAM": (None, []),
+    "AUTO": (None, []),  # n-grams and the MTP layer
+    "EAGLE3": ("eagle3", TREE),
+    "MTP": (None, TREE),
+    "STANDALONE": ("model", TREE),
+    "DFLASH": ("block", ["--speculative-num-draft-tokens", "4"]),
+}
+"""Draft and flags of the servers of the random model."""
 
 
-def requests_of(rows: list[list[str]], args: Any) -> list[tuple[list[dict[str, str]], int, dict[str, Any]]]:
-    """The distinct requests: messages, tokens, further fields."""
-    sampled = {"temperature": 0.8, "top_p": 0.95}
-    return [
-        (messages_of(rows[i % len(rows)]), 2 + i % (args.max_tokens - 1), {} if kind == 0 else sampled | {"seed": i})
-        for i in range(args.prompts)
-        for kind in (0, 1)
-    ]
-
-
-def resident(pid: int) -> int:
-    """Resident memory of a process, in bytes."""
+def resident(pid: int) -> float:
+    """Resident memory of a process in megabytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmRSS"))
 
 
-async def gap_at_parting(client: httpx.AsyncClient, request: Any, other: str) -> float:
-    """Difference of the two largest log-probabilities where the text of a greedy request differs from `other`."""
-    messages, tokens, fields = request
-    body = {"model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body |= fields | {"logprobs": True, "top_logprobs": 2}
-    response = (await client.post("/v1/chat/completions", json=body)).json()
-    text = ""
-    for entry in response["choices"][0]["logprobs"]["content"]:
-        text += entry["token"]
-        if not other.startswith(text):
-            first, second = (top["logprob"] for top in entry["top_logprobs"])
-            return first - second
-    return float("inf")
+def growth(samples: list[tuple[int, float]]) -> float:
+    """Least-squares slope of (requests, megabytes), in megabytes for 10,000 requests."""
+    requests, sizes = np.array(samples).reshape(-1, 2).T
+    return float(np.polyfit(requests, sizes, 1)[0]) * 10_000 if len(samples) > 2 else 0.0
 
 
-async def soak(base: str, pid: int, args: Any, rows: list[list[str]]) -> dict[str, Any]:
-    distinct = requests_of(rows, args)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=base, timeout=3600, limits=limits) as client:
-        alone = []
-        for messages, tokens, fields in distinct:
-            alone.append(await chat(client, messages, tokens, **fields))
-            assert alone[-1].error is None, alone[-1].error
-            await client.post("/flush_cache")
-        memory, streams, begun = [resident(pid)], dict[int, Stream](), time.perf_counter()
-        quarters = [args.requests * part // 4 for part in (1, 2, 3, 4)]
-        left: Iterator[int] = iter(range(args.requests))
+def sample_request(place: int, corpus: str) -> Request:
+    return make_request(random.Random(f"sample {place}"), corpus)
 
-        async def client_loop() -> None:
-            for i in left:  # shared by all loops
-                messages, tokens, fields = distinct[i % len(distinct)]
-                streams[i] = await chat(client, messages, tokens, **fields)
-                if len(streams) in quarters:
-                    memory.append(resident(pid))
-                    print(f"{len(streams)} requests: {memory[-1] / 1e6:.0f} MB resident", flush=True)
 
-        await asyncio.gather(*(client_loop() for _ in range(args.concurrency)))
+@dataclass
+class Soak:
+    """`count` requests to one server. `expected`: texts of the sample, whose requests are spread over all."""
+
+    client: httpx.AsyncClient
+    pid: int
+    corpus: str
+    count: int
+    expected: list[str]
+    concurrency: int = 24
+    fail_every: int = 0
+    done: int = 0
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    different: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[tuple[int, float, int]] = field(default_factory=list)  # requests, megabytes, programs that compile
+
+    async def run(self) -> dict[str, Any]:
+        before, begun = await self.state(collect=True), time.perf_counter()
+        left = iter(range(self.count))
+
+        async def loop() -> None:
+            for number in left:  # shared by all loops
+                await self.one(number)
+
+        await asyncio.gather(*(loop() for _ in range(self.concurrency)))
         seconds = time.perf_counter() - begun
-        good = {i: stream for i, stream in streams.items() if stream.error is None}
-        differ = [i for i, stream in sorted(good.items()) if stream.text != alone[i % len(distinct)].text]
-        greedy = [i for i in differ if not distinct[i % len(distinct)][2]]
-        gaps = [await gap_at_parting(client, distinct[i % len(distinct)], streams[i].text) for i in greedy]
-        free = (await client.post("/flush_cache")).status_code == 200  # refused while a request holds a page
-    tokens = sum(stream.usage["completion_tokens"] for stream in good.values())
-    return {
-        "distinct": len(distinct),
-        "requests": args.requests,
-        "finished": len(good),
-        "errors": sorted({stream.error for stream in streams.values() if stream.error}),
-        "seconds": round(seconds, 1),
-        "output_tokens_per_second": round(tokens / seconds, 2),
-        "ttft": percentiles([stream.ttft for stream in good.values()]),
-        "e2e": percentiles([stream.done - stream.sent for stream in good.values()]),
-        "different_texts": {"greedy": len(gaps), "drawn": len(differ) - len(greedy), "gaps": gaps},
-        "resident_megabytes": [round(size / 1e6, 1) for size in memory],
-        "grown_after_first_quarter": round(memory[-1] / memory[1] - 1, 4),
-        "idle_afterwards": free,
-    }
+        while (await self.state())["listeners"]:  # of requests that were left
+            await asyncio.sleep(0.1)
+        at_end = resident(self.pid)
+        after, info = await self.state(collect=True), (await self.client.get("/get_server_info")).json()
+        steady = max([self.count // 20, *(done for done, _, compiling in self.memory if compiling)])
+        slope = growth([(done, size) for done, size, _ in self.memory if done > steady])
+        failed, retracted = self.total("failed step"), info["internal_states"][0]["retractions"]
+        checks = {
+            "ended": not self.problems and self.done == self.count,
+            "texts": not self.different and self.total(mode="sample") >= len(self.expected),
+            "state": before == after and after["problem"] is None,
+            "memory": slope < MAX_SLOPE,
+            "forced": retracted > 0 and (failed > 0 or not self.fail_every),
+        }
+        modes = dict.fromkeys(mode for mode, _ in sorted(self.ends))
+        return {
+            "requests": self.done,
+            "seconds": round(seconds, 1),
+            "ends": {mode: {end: n for (m, end), n in self.ends.most_common() if m == mode} for mode in modes},
+            "problems": self.problems[:20],
+            "different": self.different[:20],
+            "state": {"before": before, "after": after},
+            "failed_steps_ended": failed,
+            "retractions": retracted,
+            "accept_length": info["internal_states"][0]["avg_spec_accept_length"],
+            "steady_from": steady,
+            "megabytes_in_10000_requests": round(slope, 3),
+            "resident_megabytes": [(done, round(size, 2)) for done, size, _ in self.memory],
+            "resident_at_end": round(at_end, 1),
+            "resident_after_gc_and_trim": round(resident(self.pid), 1),
+            "checks": {
+                name: passed if self.count - steady >= MIN_REQUESTS.get(name, 0) else None
+                for name, passed in checks.items()
+            },
+        }
+
+    async def state(self, *, collect: bool = False) -> dict[str, Any]:
+        response = await self.client.post("/soak/state", params={"collect": collect})
+        return response.raise_for_status().json()
+
+    def total(self, end: str | None = None, mode: str | None = None) -> int:
+        return sum(n for (m, e), n in self.ends.items() if end in (None, e) and mode in (None, m))
+
+    async def one(self, number: int) -> None:
+        if self.fail_every and number % self.fail_every == self.fail_every - 1:
+            (await self.client.post("/soak/fail")).raise_for_status()
+        place, other = divmod(number, self.count // max(1, len(self.expected)))
+        if not other and place < len(self.expected):
+            await self.compare(place)
+        else:
+            rng = random.Random(f"request {number}")
+            (mode,) = rng.choices([*MODES], [*MODES.values()])
+            self.note(mode, await getattr(self, mode)(rng, number))
+        self.done += 1
+        if self.done % max(1, self.count // 200) == 0:
+            info = (await self.client.get("/get_model_info")).json()
+            self.memory.append((self.done, resident(self.pid), info["compiling"]))
+
+    def note(self, mode: str, reply: Reply) -> None:
+        self.ends[mode, "failed step" if reply.failed_step else reply.end] += 1
+        refused, wrong = reply.end == "400", mode == "wrong"
+        if refused != wrong or (reply.problem and not refused and not reply.failed_step):
+            self.problems.append(f"{mode}: {reply}")
+
+    async def compare(self, place: int) -> None:
+        request = sample_request(place, self.corpus)
+        while (reply := await ask(self.client, request)).failed_step:
+            self.note("sample", reply)
+        self.note("sample", reply)
+        if reply.text != self.expected[place]:
+            self.different.append({"request": request, "text": reply.text, "expected": self.expected[place]})
+
+    async def answer(self, rng: random.Random, number: int) -> Reply:
+        return await ask(self.client, make_request(rng, self.corpus))
+
+    async def abort(self, rng: random.Random, number: int) -> Reply:
+        name = f"request-{number}"
+        pending = asyncio.create_task(
+            ask(self.client, make_request(rng, self.corpus, paths=(GENERATE,), rid=name)),
+        )
+        await asyncio.sleep(rng.random() * 0.2)
+        (await self.client.post("/abort_request", json={"rid": name})).raise_for_status()
+        return await pending
+
+    async def leave(self, rng: random.Random, number: int) -> Reply:
+        request = make_request(rng, self.corpus)
+        if request.body["stream"] and rng.random() < 0.5:
+            return await ask(self.client, request, events=rng.randint(1, 9))
+        try:
+            async with asyncio.timeout(rng.random() * 0.2):
+                return await ask(self.client, request)
+        except TimeoutError:
+            return Reply("left")
+
+    async def wrong(self, rng: random.Random, number: int) -> Reply:
+        return await ask(self.client, make_request(rng, self.corpus, paths=(GENERATE,), **rng.choice(WRONG)))
 
 
-async def together(base: str, prompts: list[list[dict[str, str]]], tokens: int) -> float:
-    """Tokens a second of concurrent requests."""
-    async with httpx.AsyncClient(base_url=base, timeout=3600, limits=httpx.Limits(max_connections=None)) as client:
-        await client.post("/flush_cache")
-        begun = time.perf_counter()
-        streams = await asyncio.gather(*(chat(client, messages, tokens) for messages in prompts))
-        seconds = time.perf_counter() - begun
-    assert not any(stream.error for stream in streams), [stream.error for stream in streams]
-    return sum(stream.usage["completion_tokens"] for stream in streams) / seconds
+def connect(base: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=base, timeout=SECONDS, limits=httpx.Limits(max_connections=None))
 
 
-def overhead(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
-    from specjax import Engine, EngineConfig, SamplingParams  # `requests` loads no second model
+async def texts_alone(base: str, count: int, corpus: str) -> list[str]:
+    """The texts of the sample, each request sent alone."""
+    async with connect(base) as client:
+        replies = [await ask(client, sample_request(place, corpus)) for place in range(count)]
+    assert not any(reply.problem for reply in replies), [reply for reply in replies if reply.problem][:3]
+    return [reply.text for reply in replies]
 
-    prompts = [messages_of(rows[i % len(rows)]) for i in range(args.batch)]
-    params = SamplingParams(max_new_tokens=args.max_tokens, temperature=0, ignore_eos=True)
-    sizes = {"max_running_requests": args.batch, "max_total_tokens": args.batch * POOL}
-    config = EngineConfig(adaptive=True, **sizes)
-    engine = Engine.from_pretrained(draft=args.algorithm, config=config, progress=False)
-    engine.warm_up(progress=False)
-    pairs = []
 
-    def of_engine() -> float:
-        engine.flush_cache()
-        begun = time.perf_counter()
-        completions = engine.generate(prompts, params)
-        return sum(done.completion_tokens for done in completions) / (time.perf_counter() - begun)
-
-    def of_server() -> float:
-        return asyncio.run(together(base, prompts, args.max_tokens))
-
-    for turn in range(args.rounds + 1):
-        rates = {}
-        for measure in (of_engine, of_server) if turn % 2 else (of_server, of_engine):
-            rates[measure] = round(measure(), 2)
-        if turn:  # the first round warms up
-            pairs.append((rates[of_engine], rates[of_server]))
-            print(f"engine {pairs[-1][0]}, server {pairs[-1][1]} tokens/s", flush=True)
-    ratio = statistics.median(ours / bare for bare, ours in pairs)
-    return {"batch": args.batch, "tokens_per_second": pairs, "server_over_engine": round(ratio, 4)}
+async def soak(base: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+    async with connect(base) as client:
+        return await Soak(client, *arguments, **options).run()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("requests", "overhead"))
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=50, help="each once greedy and once with a seed")
-    parser.add_argument("--batch", type=int, default=16, help="requests at once, of `overhead`")
-    parser.add_argument("--rounds", type=int, default=5, help="of `overhead`")
-    parser.add_argument("--max-tokens", type=int, default=None, help="at most; 10, for `overhead` 64")
-    parser.add_argument("--algorithm", default="NONE")
-    parser.add_argument("--server-flags", default="", help="more flags of the server, in one string")
+    parser.add_argument("--requests", type=int, default=100_000, help="of all servers")
+    parser.add_argument("--algorithms", nargs="+", default=[*ALGORITHMS], choices=ALGORITHMS)
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--sample", type=int, default=1000, help="requests of each server whose text is compared")
+    parser.add_argument("--fail-every", type=int, default=500, help="requests between steps that raise; 0 = none do")
+    parser.add_argument("--model", help="default: a small random one")
     parser.add_argument("--record", nargs="?", const="", help="write under benchmarks/results/, with this label")
     args = parser.parse_args()
-    args.max_tokens = max(2, args.max_tokens or (10 if args.mode == "requests" else 64))
-    lines = (DATA / "mt_bench.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line)["turns"] for line in lines if line.strip()]
-    document = machine("httpx", "fastapi", "uvicorn") | {"mode": args.mode, "algorithm": args.algorithm}
-    flags, many = args.server_flags.split(), args.mode == "requests"
-    if not many:
-        flags += ["--max-running-requests", str(args.batch), "--max-total-tokens", str(args.batch * POOL)]
-    with server(HERE, args.algorithm, flags) as (base, pid):
-        result = asyncio.run(soak(base, pid, args, rows)) if many else overhead(base, args, rows)
-    print(result)
-    finish("soak", document | result, record=args.record)
-    if args.mode == "overhead":
-        return 0
-    differ = result["different_texts"]
-    wrong = differ["drawn"] or any(gap >= NEAR for gap in differ["gaps"])
-    return int(result["finished"] < args.requests or bool(wrong) or not result["idle_afterwards"])
+    rows = map(json.loads, (DATA / "mt_bench.jsonl").read_text(encoding="utf-8").splitlines())
+    corpus = "\n".join(turn for row in rows for turn in row["turns"])
+    count = args.requests // len(args.algorithms)
+    sample = min(args.sample, count // 2)
+    document = machine("httpx", "fastapi", "uvicorn") | {"model": args.model or "random", "servers": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model is None:
+            from soak_program import save_models
+
+            save_models(Path(folder))
+            os.environ.setdefault("XLA_FLAGS", FAST_COMPILATION)
+
+        def serve(algorithm: str) -> Any:
+            draft, flags = ALGORITHMS[algorithm] if args.model is None else (None, [])
+            flags = [*flags, *(SMALL if args.model is None else [])]
+            flags += ["--speculative-draft-model-path", f"{folder}/{draft}"] if draft else []
+            command = ["--model", args.model or folder, *flags]
+            return server(HERE, algorithm, command, program=[str(PROGRAM)], compiled=args.model is None)
+
+        with serve("NONE") as (base, _):
+            expected = asyncio.run(texts_alone(base, sample, corpus))
+        for algorithm in args.algorithms:
+            with serve(algorithm) as (base, pid):
+                options = {"concurrency": args.concurrency, "fail_every": args.fail_every}
+                result = asyncio.run(soak(base, pid, corpus, count, expected, **options))
+            document["servers"][algorithm] = result
+            print(f"{algorithm}: {json.dumps(result | {'resident_megabytes': '...'})}", flush=True)
+    finish("soak", document, record=args.record)
+    return int(any(False in result["checks"].values() for result in document["servers"].values()))
 
 
 if __name__ == "__main__":
