@@ -105,7 +105,7 @@ def make_request(rng: random.Random, corpus: str, *, paths: tuple[str, ...] = PA
     (name,) = rng.choices([*kinds], [kind.weight for kind in kinds.values()])
     path = rng.choice([path for path in FIELDS[name].paths if path in paths])
     long, size, tokens = name == "long", rng.randint(1, 60), rng.randint(1, 24)
-    size, tokens = (size + 400, tokens + 60) if long else (size, tokens)
+    size, tokens = (size + 200, tokens + 120) if long else (size, tokens)
     begin = rng.randrange(len(corpus) - size)
     sampling = {"temperature": 0} if rng.random() < 0.5 else {"temperature": 0.8, "top_p": 0.95, "seed": begin}
     body = PROMPTS[path](corpus[begin : begin + size], tokens) | sampling | FIELDS[name].fields(path, rng)

@@ -87,7 +87,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
             if sys.platform == "linux":
                 ctypes.CDLL(None).malloc_trim(0)
         (counts,) = await on_all(runner, lambda rank: rank.call(state_of))
-        return counts | {"places": runner.places.taken, "listeners": len(runner.ids)}
+        return counts | {"places": runner.places.taken}
 
     @app.post("/soak/fail")
     async def fail() -> dict[str, Any]:

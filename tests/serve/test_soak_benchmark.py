@@ -55,7 +55,7 @@ def expected(server, soak) -> list[str]:
 @pytest.fixture
 def run(server, soak, expected, monkeypatch) -> Any:
     """Soaks the server and returns the result. `more`: fields of `Soak`."""
-    monkeypatch.setattr(soak, "MIN_REQUESTS", {"memory": 4_500})
+    monkeypatch.setattr(soak, "MIN_REQUESTS", {"memory": 3_000})
 
     def soaked(**more: Any) -> dict[str, Any]:
         options = {"fail_every": 20, "concurrency": 8, "expected": expected} | more
