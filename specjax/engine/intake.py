@@ -94,8 +94,13 @@ class Intake:
             if len(prompt) > self.context_length:
                 what = "messages" if messages else "tokens"
                 raise ValueError(f"the prompt has {len(prompt)} {what}, but the context is {self.context_length}")
-        control = lambda: self.control_tokens  # noqa: E731
-        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text, control_tokens=control)
+        return encode(
+            prompt,
+            self.tokenizer,
+            self.vocab_size,
+            check=self.check_text,
+            control_tokens=lambda: self.control_tokens,
+        )
 
     @functools.cached_property
     def control_tokens(self) -> ControlTokens:
