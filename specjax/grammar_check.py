@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 SECONDS = 0.5  # limit of processor time for a grammar
@@ -40,7 +41,7 @@ class GrammarCheck:
     def __init__(self, vocab_size: int) -> None:
         self._lock, self._vocab_size = threading.Lock(), vocab_size
         self._process: subprocess.Popen[bytes] | None = None
-        self._end = lambda: None  # ends the process
+        self._end: Callable[[], Any] = lambda: None  # ends the process
 
     def __call__(self, kind: str, source: str) -> tuple[str, str]:
         """Compiles a grammar; `kind` is one of llguidance's `grammar_from`.
@@ -80,9 +81,8 @@ class GrammarCheck:
             self._end()
             pipe, command = subprocess.PIPE, [sys.executable, "-P", __file__, str(self._vocab_size), str(MAX_BYTES)]
             # Its own process group gets no Ctrl-C while requests end, and can be killed with its children.
-            options: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "process_group": 0}
-            self._process = subprocess.Popen(command, **options)
-            self._end = weakref.finalize(self, _end, self._process)
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0)
+            self._process, self._end = process, weakref.finalize(self, _end, process)
         return self._process
 
 
@@ -122,7 +122,7 @@ def main() -> None:
 
     os.nice(NICENESS)
     vocab_size, max_bytes = map(int, sys.argv[1:])
-    limit_of = {signal.SIGPROF: f"{SECONDS:g} s", signal.SIGABRT: f"{max_bytes >> 20} MB"}
+    limit_of: dict[int, str] = {signal.SIGPROF: f"{SECONDS:g} s", signal.SIGABRT: f"{max_bytes >> 20} MB"}
     tokenizer, limits = LLTokenizer(TokenizerWrapper(Bytes(vocab_size))), LLParserLimits(**LIMITS)
     for line in sys.stdin:
         if os.fork():

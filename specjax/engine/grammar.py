@@ -438,8 +438,8 @@ class Constraint:
     def _restore(self) -> None:
         """Makes a new matcher in the same state, since the library cannot recover from an error."""
         with self._charged():
-            self._matcher = self._compiled.matcher.deep_copy()
-            self._matcher.try_consume_tokens([*self._consumed, *self._ahead])
+            self._matcher = matcher = self._compiled.matcher.deep_copy()
+            matcher.try_consume_tokens([*self._consumed, *self._ahead])
 
     def _recover(self) -> bool:
         """Continues with a renewed grammar after a limit of the lexer, which counts the states of all sequences with
