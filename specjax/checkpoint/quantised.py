@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
+from specjax.checkpoint.files import CheckpointError, Settings, damaged, invalid, listed, unsupported
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, check_finite, save_shards
 from specjax.models.params import Bits
 
@@ -72,6 +72,10 @@ class Parts(NamedTuple):
     stem: str  # name of a quantised matrix
     entries: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
 
+    @property
+    def label(self) -> str:
+        return f"the quantised matrix {self.stem} in {next(iter(self.entries.values())).file}"
+
     def read(self, name: str) -> np.ndarray:
         if name not in self.entries:
             raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
@@ -104,12 +108,29 @@ def matrices(files: ModelFiles) -> Entries:
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
         parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
         size = sum(entry.size for entry in parts.entries.values())
-        entries[f"{stem}.{stored.name}"] = QuantisedEntry(stored.shape(parts), partial(stored.read, parts), size)
+        with damaged(parts.label):
+            shape = stored.shape(parts)
+        entries[f"{stem}.{stored.name}"] = QuantisedEntry(shape, partial(_load, stored, parts, shape), size)
         used |= set(names.values())
     if not entries:
         method = section.get("quant_method")
         raise CheckpointError(f"config.json: quant_method is {method}, and no tensor is quantised that way")
     return {name: entry for name, entry in tensors.items() if name not in used} | entries
+
+
+def _load(stored: Format, parts: Parts, shape: tuple[int, ...]) -> Quantised:
+    with damaged(parts.label):
+        matrix = stored.read(parts)
+        rows, columns = math.prod(shape) // shape[1], shape[1]
+        numbers = (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset)
+        scales = [np.asarray(array) for array in numbers if array is not None]
+        if len(matrix.codes) != rows or any(len(array) != rows or columns % array.shape[1] for array in scales):
+            sizes = listed(array.shape for array in (matrix.codes, *scales))
+            problem = f"is {list(shape)}, and its codes and scales are {sizes}"
+            raise CheckpointError(f"{parts.label} {problem}; use the config.json that was saved with these weights")
+        for array in scales:  # those in GGUF's blocks are not checked as they are read
+            check_finite(array, parts.label)
+        return matrix
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
@@ -121,14 +142,14 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
         return sizes.get(quantization)
     method = section.get("quant_method")
     if method == "gguf":
-        return Bits(float(section.optional("bits_per_weight", 5.0)), True)
+        return Bits(section.number("bits_per_weight", 5.0), True)
     if method == "fp8":
         return Bits(8.0, False)
     if method == "mxfp4":
         return Bits(4.25, False, experts=True)
     if method in ("gptq", "awq"):
         # A group has a scale of 16 bits and an offset of 32.
-        return Bits(section.integer("bits") + 48 / max(int(section.optional("group_size", 128)), 32), False)
+        return Bits(_bits(section, "bits") + 48 / max(_group_size(section, 128), 32), False)
     if method == "compressed-tensors":
         bits = max((settings.integer("num_bits") for settings in _weight_groups(section)), default=8)
         return Bits(bits + 0.25, False)
@@ -217,11 +238,13 @@ def _compressed_tensors(section: Settings) -> dict[str, Format]:
     _bits(settings, "num_bits", (8,))
     if (kind := settings.get("type")) not in ("int", "float"):
         raise unsupported("type", kind, "int, float")
-    columns = settings.optional("group_size", 1)
-    if type(columns) is not int:
-        raise invalid("group_size", columns, "an integer")
-    block = _block_shape(settings, "block_structure")
+    columns, block = _group_size(settings, 1), _block_shape(settings, "block_structure")
     return {"weight": _scaled_format(block if block != (1, 1) else (1, max(columns, 1)))}
+
+
+def _group_size(section: Settings, default: int) -> int:
+    """Columns of a group; -1: all."""
+    return section.integer("group_size", default, least=-1)
 
 
 def _weight_groups(section: Settings) -> list[Settings]:
@@ -317,18 +340,11 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> Quantised:
 def _block_format(name: str) -> Format:
     part, block_type = name.lower(), BLOCK_TYPES[name]
 
-    def load(parts: Parts) -> Quantised:
-        entry, matrix = parts.entries[part], read_blocks(name, parts.read(part))
-        for scale in (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset):
-            if scale is not None:
-                check_finite(np.asarray(scale), f"tensor {entry.name} in {entry.file}")
-        return matrix
-
     def shape(parts: Parts) -> tuple[int, int]:
         rows, size = parts.entries[part].shape
         return rows, size // block_type.size * block_type.weights
 
-    return Format((part,), shape, load)
+    return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
 
 
 def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:
@@ -354,8 +370,8 @@ def _sorted_by_group(
     if group is None or (group < 0).any() or (np.diff(group.astype(np.int64)) >= 0).all():
         return _without_zeros(numbers, bits, scale, zero)
     order = np.argsort(group, kind="stable").astype(np.int32)
-    counts = np.bincount(group, minlength=groups)
-    if (counts != counts[0]).any():
+    counts = np.bincount(np.minimum(group, groups), minlength=groups)
+    if len(counts) > groups or (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
     numbers = pack(unpack(numbers)[:, order]) if bits == 4 else numbers[:, order]
     return _without_zeros(numbers, bits, scale, zero, order=order)
@@ -381,9 +397,9 @@ def _by_row(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int])
     rows, columns = shape
     if len(wide) == 1:
         wide = wide.repeat(rows, axis=0)
-    elif len(wide) != rows:
+    elif len(wide) == -(-rows // block[0]):
         wide = wide.repeat(block[0], axis=0)[:rows]
-    if wide.shape[1] > 1 and block[1] > 1 and wide.shape[1] * block[1] != columns:
+    if wide.shape[1] == -(-columns // block[1]) > 1 and columns % block[1]:
         group = math.gcd(block[1], columns)  # the last block is shorter
         wide = wide.repeat(block[1] // group, axis=1)[:, : columns // group]
     return wide

@@ -34,6 +34,7 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, gguf
 from specjax.cli import flags
 from specjax.config import ModelConfig
+from specjax.limits import ParameterError
 from specjax.models import make_target
 from specjax.models.rope import inverse_frequencies
 from specjax.settings import Parser, SettingsError, add_flags, read
@@ -50,6 +51,8 @@ def load_model(folder: Path) -> ModelConfig:
     checkpoint.effective_quantization(files.name, files.config, config, "auto")
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     checkpoint.sampling_defaults(files)
+    checkpoint.bits_per_weight(files.config)
+    checkpoint.mtp_config(files, config)
     checkpoint.load_params(files, config, progress=False)
     make_target(config)
     inverse_frequencies(config.rope, config.head_dim)
@@ -142,7 +145,7 @@ def mutate_json(value: Any, rng: random.Random) -> str:
             case 3 if isinstance(parent, dict):
                 parent[rng.choice(["", "x", *map(str, value)])] = parent.pop(key)
             case 4 if rng.random() < 0.1:
-                for _ in range(rng.choice((10, 100, 600))):
+                for _ in range(rng.choice((10, 200))):
                     parent[key] = rng.choice(([parent[key]], {"": parent[key]}))
             case 5 if isinstance(parent[key], list):
                 parent[key] = parent[key] * rng.choice((0, 2, 50))
@@ -170,6 +173,8 @@ def change_gguf(data: bytes, rng: random.Random) -> bytes:
 
 def change_json(data: bytes, rng: random.Random) -> bytes:
     text = mutate_json(json.loads(data), rng).encode()
+    if rng.random() < 0.02:
+        text = text.replace(b":", b":" + b"[" * 5000, 1)
     return mutate_bytes(text, rng) if rng.random() < 0.1 else text
 
 
@@ -267,7 +272,11 @@ CONFIGS: dict[str, Format] = {
 }  # fmt: skip
 FORMATS: dict[str, list[Format]] = {
     "gguf": [Format("x.gguf", save_gguf, load_gguf, change_gguf)],
-    "safetensors": [Format("model.safetensors", save_llama, load_model, change_safetensors)],
+    "safetensors": [
+        form._replace(file="model.safetensors", change=change_safetensors)
+        for name, form in CONFIGS.items()
+        if not name.startswith("head")
+    ],
     "bin": [
         Format("pytorch_model.bin", lambda folder: save_head(folder, "eagle", format="bin"), head_loader("eagle"),
                change_bin),
@@ -313,7 +322,7 @@ def attempt(form: Format, folder: Path) -> str:
     signal.setitimer(signal.ITIMER_PROF, 2 * MAX_SECONDS)
     try:
         form.load(folder)
-    except (CheckpointError, SettingsError) as error:
+    except (CheckpointError, ParameterError, SettingsError) as error:
         message = str(error)
         if not any(name in message for name in (str(folder), form.file)) or len(message) > 3000:
             problem = f"the message names no file, or is long: {message[:500]}"

@@ -17,7 +17,7 @@ from test_parity import Reader
 from tiny_checkpoints import save_model, write_gguf
 from tqdm import tqdm
 
-from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
+from specjax.checkpoint import CheckpointError, bits_per_weight, load_params, model_config, resolve
 from specjax.checkpoint.parameters import make_leaf
 from specjax.checkpoint.quantised import BLOCK_TYPES, read_blocks
 from specjax.models import make_target
@@ -113,6 +113,7 @@ def test_progress_line_has_bytes_read_and_held(tmp_path, capsys, monkeypatch, na
         ("int4 groups", {"format": "marlin-24"}, "format of compressed-tensors is 'marlin-24'"),
         ("int4 groups", {"config_groups": {}}, "no config_groups"),
         ("fp8 blocks", {"weight_block_size": 128}, "weight_block_size is 128; a list of two positive integers"),
+        ("fp8 blocks", {"weight_block_size": [2**30, 2**30]}, "gate_proj in .* is \\[192, 64\\], and its codes and"),
         ("fp8 blocks", {"quant_method": "awq", "bits": 4}, "is awq, and no tensor is quantised that way"),
     ],
 )
@@ -129,6 +130,34 @@ def test_missing_scale(tmp_path):
     save_quantised(tmp_path, "fp8 blocks", without="model.layers.0.mlp.down_proj.weight_scale_inv")
     with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.0\.mlp\.down_proj\.weight_scale"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "array"),
+    [
+        ("fp8 blocks", "weight_scale_inv", np.ones((3, 2), np.float32)),
+        ("int8 channels", "weight_scale", np.ones((65, 1), np.float32)),
+        ("int4 groups", "weight_shape", np.int64([2**40, 192])),
+        ("gptq act order", "g_idx", np.full(192, 2**31 - 1, np.int32)),
+        ("gptq 4", "qweight", np.zeros(8, np.int32)),
+        ("awq", "scales", np.ones((2, 64), np.float16)),
+    ],
+)
+def test_wrong_part(tmp_path, name, part, array):
+    save_quantised(tmp_path, name)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert f"model.layers.0.mlp.down_proj.{part}" in tensors
+    tensors[f"model.layers.0.mlp.down_proj.{part}"] = array
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj"):
+        load(tmp_path, "auto")
+
+
+@pytest.mark.parametrize("size", ["x", 1.5, -2, 2**31, [1]])
+def test_wrong_group_size(size):
+    section = {"quant_method": "gptq", "bits": 4, "group_size": size}
+    with pytest.raises(CheckpointError, match="group_size is"):
+        bits_per_weight({"quantization_config": section})
 
 
 def blocks(kind: str, rows: int, count: int, seed: int = 0) -> np.ndarray:
