@@ -14,8 +14,10 @@ from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed,
 from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
     SILU,
+    at_most,
     flattened,
     layers_with_window,
+    read_heads,
     read_rope,
     refuse_unsupported,
     scaled_positions,
@@ -32,6 +34,7 @@ FROM_ANCHOR: Mapping[str, bool] = {
 its default in speculators has changed."""
 DFLASH2 = ("DFlash2DraftModel", "dflash2")
 DEEPSPEC = "Qwen3DSparkModel"
+MAX_CANDIDATES = 1024  # of a slot
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 _ONLY = SILU | {
@@ -60,13 +63,14 @@ def block_config(
     decides the slot convention."""
     settings = block_settings(config)
     architecture = _architecture(settings)
-    layers, heads = settings.count("num_hidden_layers"), settings.integer("num_attention_heads")
+    layers, (heads, kv_heads) = settings.count("num_hidden_layers"), read_heads(settings)
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
     positions = settings.integer("max_position_embeddings", target.max_positions)
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
     longest = scaled_positions(rope, positions)
     windows, causal = _attention(settings, layers, architecture)
+    from_anchor = _from_anchor(settings, architecture, sample_from_anchor)
     features = _features(settings, target, layers)
     own = set(tensors) - not_read(settings)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size)
@@ -74,13 +78,13 @@ def block_config(
     cap = settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None
     result = BlockConfig(
         hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, head_dim=head_dim,
-        num_kv_heads=settings.integer("num_key_value_heads", heads), rope=rope, vocab_size=vocab_size,
+        num_kv_heads=kv_heads, rope=rope, vocab_size=vocab_size,
         intermediate_size=settings.integer("intermediate_size"), norm_epsilon=settings.number("rms_norm_eps", 1e-6),
         aux_layers=features, own_embedding=EMBED in own, own_head=HEAD in own or mapped, mapped=mapped,
         attention_bias=attention_bias, output_bias=attention_bias, mlp_bias=settings.boolean("mlp_bias"),
         logit_softcap=cap, max_positions=longest if longest < target.max_positions else None, dtype=target.dtype,
-        layers=layers, block=settings.integer("block_size"), mask_token=_mask_token(settings, target),
-        from_anchor=_from_anchor(settings, architecture, sample_from_anchor), windows=windows, causal=causal,
+        layers=layers, block=settings.integer("block_size", least=2 - from_anchor), from_anchor=from_anchor,
+        mask_token=_mask_token(settings, target), windows=windows, causal=causal,
         input_scale=settings.number("input_embedding_scale", 1.0),
         output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, architecture, hidden),
     )  # fmt: skip
@@ -190,7 +194,9 @@ def _walk(settings: Settings, architecture: str, hidden: int) -> dict[str, Any]:
         taps, size = settings.integer("conv_kernel_size", 2), settings.integer("conv_group_size", 16)
         if hidden % size:
             raise invalid("conv_group_size", size, f"a divisor of hidden_size ({hidden})")
-        fields = {"rank": settings.integer("selector_rank", 256), "candidates": settings.integer("selector_top_k", 16)}
+        rank, candidates = settings.integer("selector_rank", 256), settings.integer("selector_top_k", 16)
+        at_most(candidates, MAX_CANDIDATES, "selector_top_k", "published heads have 16")
+        fields = {"rank": rank, "candidates": candidates}
         return fields | {"walk": "selector", "conv_taps": taps, "conv_groups": hidden // size}
     if not settings.get("markov_rank"):
         return {}
@@ -204,7 +210,9 @@ def _check_target(settings: Settings, head: BlockConfig, target: ModelConfig) ->
     sizes = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
     for key, value in {**sizes, "vocab_size": target.vocab_size}.items():
         if (stated := settings.optional(key, value)) != value:
-            raise CheckpointError(f"config.json: {key} is {stated}, and the target's is {value}; it has another target")
+            raise CheckpointError(
+                f"config.json: {key} is {stated!r:.80}, and the target's is {value}; it has another target"
+            )
     if head.hidden_size != target.hidden_size and not (head.own_embedding and head.own_head):
         wide = f"{head.hidden_size}; without an embedding and an output layer of its own the target's width is needed"
         raise CheckpointError(f"config.json: hidden_size is {wide}: {target.hidden_size}")

@@ -24,6 +24,7 @@ from specjax.checkpoint.hf_config import (
     NO_WINDOW,
     SILU,
     flattened,
+    read_heads,
     read_rope,
     refuse_unsupported,
     scaled_positions,
@@ -203,14 +204,14 @@ def _describe(
 
 def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, aux_layers: Sequence[int] | None) -> HeadConfig:
     """The description of a head without weights, with the tensors of published heads."""
-    heads, width = settings.integer("num_attention_heads"), settings.integer("hidden_size", target.hidden_size)
+    (heads, kv_heads), width = read_heads(settings), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
     head_dim = settings.integer("head_dim", width // heads)
     return HeadConfig(
         hidden_size=width,
         intermediate_size=settings.integer("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=settings.integer("num_key_value_heads", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
         own_head=spec.own_ends,
@@ -318,7 +319,7 @@ def _check_target(tensors: HeadTensors, settings: Settings, target: ModelConfig,
         ("vocab_size", vocab_size, f"the target's is {vocab_size}; a head drafts only for the model of its training"),
     ):
         if (size := settings.optional(key, needed)) != needed:
-            raise CheckpointError(f"config.json: {key} is {size}, and {source}")
+            raise CheckpointError(f"config.json: {key} is {size!r:.80}, and {source}")
     for name in (EMBED, HEAD):
         if not aux_layers and tensors.has(name) and tensors.arrays[name].shape != (vocab_size, hidden_size):
             raise CheckpointError(f"{tensors.label(name)} is not of the target's size: {[vocab_size, hidden_size]}")
@@ -412,10 +413,10 @@ def layer_config(config: Settings) -> Settings:
         raise unsupported("layer_types", types, LAYER_TYPES[1])
     for key, variant in _UNSUPPORTED.items():
         if (value := _either(settings, key)) is not None and value is not False:
-            raise CheckpointError(f"config.json: {key} is {value!r}; such heads ({variant}) are not supported")
+            raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
     for key in ("speculators_model_type", "architectures"):
         if "peagle" in str(value := settings.get(key)).lower():
-            raise CheckpointError(f"config.json: {key} is {value!r}; such heads ({_P_EAGLE}) are not supported")
+            raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({_P_EAGLE}) are not supported")
     return settings
 
 
@@ -452,7 +453,7 @@ def aux_layer_ids(
     read: dict[str, tuple[int, ...]] = {}
     for key, ids in written.items():
         if not isinstance(ids, list | tuple) or not all(type(value) is int for value in ids):
-            raise CheckpointError(f"config.json: {key} is {ids!r}; a list of integers is needed")
+            raise CheckpointError(f"config.json: {key} is {ids!r:.80}; a list of integers is needed")
         outputs = ids[0] == 1 and family != "gpt_oss"
         read[key] = tuple(value - (not outputs) for value in ids)
         if not _are_layers(read[key], num_layers):
@@ -482,10 +483,10 @@ def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
     """The MTP layers of a model; None if it has none. Reads headers, or only config.json if there are no weights."""
     if files.weights:
         return mtp_spec.mtp_config(matrices(files).keys(), config)
-    settings = Settings({**files.config.get("text_config", {}), **files.config})
+    settings = Settings({**Settings(files.config).section("text_config"), **files.config})
 
     def count(key: str, default: int) -> int:
-        return settings.integer(key, default) if settings.optional(key, default) else 0
+        return settings.count(key, default) if settings.optional(key, default) else 0
 
     return mtp_spec.published_mtp_config(settings["architectures"][0], config, count)
 

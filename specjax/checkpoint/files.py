@@ -111,8 +111,8 @@ class Settings(dict[str, Any]):
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not least <= value <= MAX_INTEGER:
-            size = " below 2**31" if type(value) is int and value > 0 else ""
-            raise self.invalid(key, value, f"{'a positive' if least else 'no negative'} integer{size}")
+            needed = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise self.invalid(key, value, needed + " below 2**31" * (type(value) is int and value > MAX_INTEGER))
         return value
 
     def count(self, key: str, default: int | None = None, *, each: int = 1) -> int:

@@ -249,11 +249,8 @@ def _rope_scaling(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> di
             raise CheckpointError(f"{ROPE_FACTORS} is {factors.kind} {list(factors.shape)}; a list of F32 is needed")
         divisors = [_decimal(divisor) for divisor in factors.data.tolist()]
         scaling = {"long_factor": divisors, "short_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
-        return {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": metadata["llama.context_length"],
-            **scaling,
-        }
+        scaling["original_max_position_embeddings"] = metadata["llama.context_length"]
+        return {"rope_type": "longrope", **scaling}
     key = "llama.rope.scaling.factor" if "llama.rope.scaling.factor" in metadata else "llama.rope.scale_linear"
     if metadata.get(key) in (None, 0, 1) or (rope_type == "none" and "llama.rope.scale_linear" not in metadata):
         return None
@@ -383,9 +380,7 @@ def build_tokenizer(metadata: Settings) -> Tokenizer:
         raise CheckpointError(f"tokenizer.ggml.pre is {name!r:.80}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
     rule = WORD_RULES[name]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = [
-        (first, second) for first, _, second in (m.partition(" ") for m in metadata.texts("tokenizer.ggml.merges"))
-    ]
+    merges: list[Any] = [merge.partition(" ")[::2] for merge in metadata.texts("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
     before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.single_digits else []
     if rule.pattern:
@@ -396,10 +391,8 @@ def build_tokenizer(metadata: Settings) -> Tokenizer:
     after: list[Any] = [processors.ByteLevel(trim_offsets=True)]
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
-        i = _token_id(metadata, key)
-        return (
-            [(tokens[i], i)] if i is not None and metadata.boolean(f"tokenizer.ggml.add_{key}_token", default) else []
-        )
+        i, is_added = _token_id(metadata, key), metadata.boolean(f"tokenizer.ggml.add_{key}_token", default)
+        return [] if i is None or not is_added else [(tokens[i], i)]
 
     bos, eos = added("bos", rule.add_bos), added("eos", False)
     if bos or eos:

@@ -69,15 +69,10 @@ def model_config(
     if quantization := config.section("quantization_config"):
         formats(quantization)  # raises errors
     refuse_unsupported(config, reader.only)
-    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
-    kv_heads = config.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise invalid("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    (heads, kv_heads), hidden = read_heads(config), config.integer("hidden_size")
     max_positions = config.integer("max_position_embeddings", 2048)
-    layers, head_dim = (
-        config.count("num_hidden_layers", each=LAYER_TENSORS),
-        config.integer("head_dim", hidden // heads),
-    )
+    layers = config.count("num_hidden_layers", each=LAYER_TENSORS)
+    head_dim = config.integer("head_dim", hidden // heads)
     fields = {name: value for part in reader.parts for name, value in part(config, layers).items()}
     if "rope" not in fields:
         fields["rope"] = read_rope(
@@ -133,6 +128,15 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
     return quantization
 
 
+def read_heads(config: Settings) -> tuple[int, int]:
+    """Numbers of query heads and of key/value heads."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise invalid("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    return heads, kv_heads
+
+
 def refuse_unsupported(config: Settings, only: Values) -> None:
     for key, (supported, description) in only.items():
         if (value := config.optional(key, supported)) != supported:
@@ -186,7 +190,7 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
         raise invalid("mlp_only_layers", dense, "a list of layers")
     key = "num_experts" if "num_experts" in config else "num_local_experts"  # of transformers 5
     count, per_token = config.integer(key), config.integer("num_experts_per_tok")
-    _at_most(per_token, count, "num_experts_per_tok", key)
+    at_most(per_token, count, "num_experts_per_tok", key)
     sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
     config.count(key, each=len(sparse))
     width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
@@ -197,7 +201,7 @@ def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
 
 def _gpt_oss(config: Settings, layers: int) -> dict[str, Any]:
     count, per_token = config.integer("num_local_experts"), config.integer("num_experts_per_tok")
-    _at_most(per_token, count, "num_experts_per_tok", "num_local_experts")
+    at_most(per_token, count, "num_experts_per_tok", "num_local_experts")
     experts = Experts(count, per_token, config.integer("intermediate_size"), tuple(range(layers)))
     return {"experts": experts}
 
@@ -216,7 +220,7 @@ def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
     head_dim, positions = config.integer("head_dim", 256), config.integer("max_position_embeddings", 131072)
     section = config.section("rope_parameters")
     if any(key in section for key in LAYER_TYPES):
-        local, full = (Settings({"rope_parameters": section.get(key)}, config.holds) for key in LAYER_TYPES)
+        local, full = (Settings({"rope_parameters": section.get(key)}) for key in LAYER_TYPES)
     else:  # transformers 4
         full = Settings({key: config.get(key) for key in (*ROPE_SECTIONS, "rope_theta")})
         local = Settings({"rope_theta": config.get("rope_local_base_freq")})
@@ -241,8 +245,8 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
     dense = config.integer("first_k_dense_replace", 0, least=0)
     if count % groups:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
-    _at_most(top_groups, groups, "topk_group", "n_group")
-    _at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
+    at_most(top_groups, groups, "topk_group", "n_group")
+    at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
     config.count(key, 256, each=max(layers - dense, 0))
     width = config.integer("moe_intermediate_size")
     experts = Experts(
@@ -313,12 +317,12 @@ def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -
 def layers_with_window(config: Settings, layers: int) -> list[bool]:
     """Whether each layer has a window, by ``layer_types``."""
     types = config["layer_types"]
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+    if not isinstance(types, list) or len(types) != layers or any(name not in LAYER_TYPES for name in types):
         raise invalid("layer_types", types, f"for each of {layers} layers one of {listed(LAYER_TYPES)}")
     return [name == LAYER_TYPES[0] for name in types]
 
 
-def _at_most(value: int, limit: int, name: str, bound: str) -> None:
+def at_most(value: int, limit: int, name: str, bound: str) -> None:
     if value > limit:
         raise CheckpointError(f"config.json: {name} is {value}; at most {limit} ({bound}) is possible")
 
@@ -446,6 +450,10 @@ def read_rope(
     holder = section if section.get("rope_theta") is not None else config
     rope = replace(rope, theta=holder.number("rope_theta", theta), partial=float(share))
     pairs = rope.width(head_dim) // 2
+    if rope.theta <= 1:
+        raise invalid("rope_theta", rope.theta, "a number above 1")
+    if pairs < 2 and rope.scaling == "dynamic":
+        raise invalid("head_dim", head_dim, "a head of two pairs or more, for dynamic scaling,")
     if rope.scaling == "longrope" and len(rope.divisors) != pairs:
         raise CheckpointError(f"config.json: longrope has {len(rope.divisors)} factors; {pairs} are needed")
     return rope
@@ -468,6 +476,8 @@ def _scaling(
         return replace(scaled, original_max_position=max_positions)
     if rope_type == "llama3":
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        if low >= high:
+            raise invalid("low_freq_factor", low, f"a number below high_freq_factor ({high})")
         return replace(scaled, low_freq_factor=low, high_freq_factor=high) if factor != 1 else RopeConfig()
     if is_longrope:
         if original < 2:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.files import MAX_INTEGER, CheckpointError, damaged, read_json
+from specjax.checkpoint.files import MAX_INTEGER, CheckpointError, Settings, damaged, read_json
 from specjax.checkpoint.weights import ModelFiles
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def load_tokenizer(
 
 def _check_ids(vocabulary: Mapping[str, int], files: ModelFiles) -> None:
     """Compare the largest id, which sizes of tables follow from, with the tokens and the embedding's rows."""
-    rows = files.config.get("vocab_size")
-    limit = max(len(vocabulary), rows if type(rows) is int else 0)
+    config = Settings(files.config)
+    rows = (section.get("vocab_size") for section in (config, config.section("text_config")))
+    limit = max([len(vocabulary), *(count for count in rows if type(count) is int)])
     if (last := max(vocabulary, key=vocabulary.__getitem__, default="")) and (i := vocabulary[last]) >= limit:
         raise CheckpointError(f"tokenizer.json in {files.folder}: {last[:80]!r} has the id {i}; the ids end at {limit}")
 

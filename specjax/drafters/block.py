@@ -123,8 +123,9 @@ class Block(ModelOptions):
     )  # fmt: skip
 
     def automatic(self, family: str = "llama", head: BlockConfig | None = None) -> TreeShape:
-        """A chain of all tokens that the head's block drafts; without a head, of the longest block."""
+        """A chain of all tokens that the head's block drafts, up to MAX_STEPS; without a head, of MAX_STEPS tokens."""
         drafts = MAX_STEPS if head is None else head.drafts_of(min(self.block or head.block, head.block))
+        drafts = min(drafts, MAX_STEPS)
         return TreeShape(drafts, 1, drafts + 1)
 
     def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:

@@ -286,6 +286,8 @@ CONFIG_REFUSALS = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "ntk"}}, "rope_type is 'ntk'"),
     ({"rope_theta": "7"}, "rope_theta is '7'; a positive number"),
+    ({"rope_theta": 1}, "rope_theta is 1.0; a number above 1 is needed"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0; a number below high_freq_factor"),
     ({"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {}}},
      r"given by layer type is \['full_attention', 'sliding_attention'\]"),
     ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is"),
