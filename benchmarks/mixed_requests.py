@@ -120,13 +120,13 @@ ENDS = {"finish_reason", "stop_reason"}
 
 
 def values(document: Any, names: set[str]) -> Iterator[str]:
-    """The texts with these names in a JSON document. Of an object its `type`, else its JSON."""
+    """The texts with these names in a JSON document. Of an object its `type`, else its JSON; `text` may be a format."""
     if isinstance(document, list):
         for item in document:
             yield from values(item, names)
     elif isinstance(document, dict):
         for name, item in document.items():
-            if name in names and isinstance(item, str | dict):
+            if name in names and isinstance(item, str if name == "text" else str | dict):
                 yield item if isinstance(item, str) else item.get("type") or json.dumps(item)
             else:
                 yield from values(item, names)

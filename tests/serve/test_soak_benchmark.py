@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import soak_program
-from engine_helpers import END, NGRAM, make_engine
+from engine_helpers import END, LETTERS, NGRAM, make_engine
 from server_helpers import Running, running
-from tool_helpers import SCRIPTS, scripted_model, tool_tokenizer
+from tool_helpers import tool_tokenizer
+from toy_models import table_model
 
 from specjax.cli import serve
 from specjax.engine.generation import DeltaReader
@@ -28,8 +30,11 @@ COUNT = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
+    """Over a table model that writes bytes."""
+    table = np.random.default_rng(0).normal(0, 2, (61, len(tool_tokenizer())))
+    table[:, tool_tokenizer().convert_tokens_to_ids(LETTERS)] += 6
     engine = make_engine(
-        scripted_model(tool_tokenizer(), SCRIPTS), NGRAM, tokens=tool_tokenizer(), eos=(END,), page_size=16,
+        table_model(table.astype(np.float32)), NGRAM, tokens=tool_tokenizer(), eos=(END,), page_size=16,
         max_total_tokens=1536, context_length=1024, chunked_prefill_size=256, retract_every=5,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
