@@ -367,12 +367,14 @@ def _sorted_by_group(
         raise CheckpointError(f"{stem} has {groups} groups for {columns} columns; equal groups are needed")
     if bits == 4 and columns // groups % PACKED:
         numbers, bits = unpack(numbers), 8
-    if group is None or (group < 0).any() or (np.diff(group.astype(np.int64)) >= 0).all():
+    if group is None or (group < 0).any():
         return _without_zeros(numbers, bits, scale, zero)
-    order = np.argsort(group, kind="stable").astype(np.int32)
     counts = np.bincount(np.minimum(group, groups), minlength=groups)
     if len(counts) > groups or (counts != counts[0]).any():
         raise CheckpointError(f"{stem}.g_idx has groups of {listed({*counts})} columns; equal groups are needed")
+    if (np.diff(group) >= 0).all():
+        return _without_zeros(numbers, bits, scale, zero)
+    order = np.argsort(group, kind="stable").astype(np.int32)
     numbers = pack(unpack(numbers)[:, order]) if bits == 4 else numbers[:, order]
     return _without_zeros(numbers, bits, scale, zero, order=order)
 
