@@ -37,7 +37,8 @@ MAX_COMPILED_SOURCE = 2**19  # characters of their sources together
 LEXER_STATES = 20_000  # limit for a compiled grammar; 1 to 2 kB each
 SLOW_TOKEN = 0.005  # seconds of processor time; slower grammars take turns
 TOKEN_SECONDS = 0.01  # average processor time for a token of a text
-MAX_ALLOWANCE = 0.1  # seconds of processor time that a text may take at once
+MAX_ALLOWANCE = 1.0  # seconds of processor time that a text may take at once
+MAX_RENEWAL = 0.1  # seconds of processor time of a compilation that a step waits for
 LEXER = "lexer error"  # in llguidance's messages
 WORD = 32  # bits
 ALL = np.uint32(2**32 - 1)
@@ -317,6 +318,7 @@ class Constraint:
         self._ahead: list[int] = []  # tokens on the path to a node, during the walk of a tree
         self._renewed_at = -1  # number of consumed tokens at the last `renewed`
         self._mask: np.ndarray | None = None  # cached mask of the next token
+        self._forced: list[int] | None = None  # cached tokens that must come next
         self.failure: str | None = None
         self._ended = False  # by one of `eos_ids`
         self.is_slow, self.advanced = False, 0.0
@@ -325,7 +327,7 @@ class Constraint:
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Consumes emitted tokens. A limit of the library that they exceed is a `failure`."""
-        self._mask, self.advanced = None, time.perf_counter()
+        self._mask, self._forced, self.advanced = None, None, time.perf_counter()
         self.is_slow, self._seconds = self._seconds > SLOW_TOKEN, 0.0
         self._allowance = min(MAX_ALLOWANCE, self._allowance + TOKEN_SECONDS * len(tokens))
         with self._charged():
@@ -363,8 +365,10 @@ class Constraint:
         """Returns up to `most` tokens that must come next."""
         if self.failure is not None:
             return []
-        with self._charged():
-            tokens = self._matching.compute_ff_tokens()[:most]
+        if self._forced is None:
+            with self._charged():
+                self._forced = self._matching.compute_ff_tokens()
+        tokens = self._forced[:most]
         count = self._matching.try_consume_tokens(tokens)
         if count == len(tokens) < most and len(self.eos_ids) == 1 and self._matching.is_stopped():
             tokens.append(self.eos_ids[0])
@@ -446,7 +450,7 @@ class Constraint:
         this grammar. False: a new grammar has met the limit, too, or the error is another one."""
         if LEXER not in self._matching.get_error() or self._renewed_at == len(self._consumed):
             return False
-        if self._compiled.seconds > self._allowance:  # the step would wait for it
+        if self._compiled.seconds > MAX_RENEWAL:  # the step would wait for it
             return False
         self._compiled, is_new = self._grammars.renewed(self._grammar, self._compiled)
         if is_new:

@@ -441,6 +441,16 @@ def test_forced_tokens():
     constraint.consume([END, END])  # tokens after the end are ignored
 
 
+def test_waiting_for_a_program_uses_no_processor_time_of_a_text():
+    """The engine plans again and again while a program compiles."""
+    constraint = Constraint(grammars(), Grammar("regex", "[ab]hello"))
+    constraint.consume(ids("a"))
+    problem, tokens, left = constraint.problem(), constraint.forced(9), constraint._allowance
+    for _ in range(9):
+        assert (constraint.problem(), constraint.forced(9)) == (problem, tokens) and tokens
+    assert constraint._allowance == left
+
+
 def test_grammar_begins_after_reasoning():
     a, b = (ids(letter)[0] for letter in "ab")
     everything = set(range(VOCABULARY))
