@@ -417,7 +417,7 @@ def test_estimated_temporaries(
     # Buckets with this program alone; the other kind is small.
     buckets = Buckets(
         (1,) if prefill else (batch,), (prefill[1],) if prefill else (1,), 1, prefill and (*prefill, 0), (512,),
-        {1 if prefill else batch: 1 if prefill else width}, {},
+        {1 if prefill else batch: 1 if prefill else width}, {}, {},
     )  # fmt: skip
     estimate = temporary_bytes(temporary_terms(make_target(config), features, buckets, Devices("gpu")))
     print(f"{model}, {layers} layers, {shape}, batch {batch}, prefill {prefill}: {record['temp_bytes'] / 1e6:.1f} MB, "
