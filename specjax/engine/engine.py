@@ -392,11 +392,12 @@ class Engine:
             collect_all_but(self.runtime, len(self.flights) - 1)
         followed = [(s, s.constraint) for s in self.scheduler.running() if s.constraint is not None]
         slow = sorted((each for each in followed if each[1].is_slow), key=lambda each: each[1].advanced)
+        waiting = {sequence for sequence, _ in slow[1:]}
         for sequence, constraint in followed:
-            if (sequence, constraint) not in slow[1:] and (problem := constraint.problem()) is not None:
+            if sequence not in waiting and (problem := constraint.problem()) is not None:
                 after = f"after {len(sequence.output.tokens)} tokens"
                 self.runtime.give_up(sequence, f"{GRAMMAR_FAILED} {after}: {problem}", AbortCode.GRAMMAR)
-        return {sequence for sequence, _ in slow[1:]}
+        return waiting
 
     def _reserve(self) -> None:
         """Reserves pages for all that the running requests may commit; retracts some if pages run out."""

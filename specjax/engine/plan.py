@@ -157,7 +157,7 @@ class Buckets:
             if adaptive and n > 1:
                 smaller = near if kind == "cpu" else (-(-n // 4), -(-n // 2))
                 nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n and not unlimited)}))
-        nodes = {1, *trees.values(), *chain(*nested.values())}
+        drafters = {n: speculation.within(n) for n in {1, *trees.values(), *chain(*nested.values())}}
         return cls(
             batches=batches,
             chunks=tuple(sorted({min(FINE_CHUNK[kind], small), small, largest})),
@@ -165,8 +165,8 @@ class Buckets:
             several=(prompts, small, tokens) if prompts > 1 and tokens > small else None,
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             trees=trees,
-            depths={n: min(speculation.within(n).depth, n - 1) for n in nodes},
-            widths={n: min(speculation.within(n).width, n) for n in nodes},
+            depths={n: min(drafter.depth, n - 1) for n, drafter in drafters.items()},
+            widths={n: min(drafter.width, n) for n, drafter in drafters.items()},
             nested=nested,
             ready_nodes=READY_NODES[kind],
             ahead=kind == "gpu",
