@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
     end = min(serving.deadline, time.monotonic() + 2.0) if runner.loaded else 0.0  # for the last step
-    while not runner.stop(timeout=0.0) and time.monotonic() < end:
+    while not runner.stop(timeout=0.0) and time.monotonic() < end:  # its timeout is of each thread
         time.sleep(0.01)
     if group is not None:
         group.stop(status, "" if failure is None else str(failure))

@@ -448,7 +448,10 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields, ChatFields):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         make = functools.partial(self.sampling, rules, logprobs)
         effort = ("reasoning_effort", self.reasoning_effort)
-        chat = lambda: self.sanitized(self.chat(self.messages), rules.sanitize_control_tokens)  # noqa: E731
+
+        def chat() -> Chat:
+            return self.sanitized(self.chat(self.messages), rules.sanitize_control_tokens)
+
         task = chat_task(self, self, chat, rules, make, "messages", effort)
         return dataclasses.replace(task, n=self.n or 1)
 
