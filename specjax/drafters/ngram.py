@@ -47,6 +47,7 @@ from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, reran
 NOWHERE = -1  # no ring position: an empty table entry or the end of a text; never an index to write at
 WAYS = 8  # positions in a bucket of the table
 CPU_NODES = 4  # default N on a CPU
+CPU_MATCH = 6  # there, longer matches than this drafted no better on the evaluation sets, and looking takes time
 
 
 @documented
@@ -71,7 +72,11 @@ class Ngram(DraftOptions):
         flag="speculative_ngram_min_match_window_size",
     )
     max_match: int = setting(
-        12, "most tokens of a match", minimum=1, maximum=64, flag="speculative_ngram_max_match_window_size"
+        12,
+        "most tokens of a match; on a CPU without `nodes` at most 6",
+        minimum=1,
+        maximum=64,
+        flag="speculative_ngram_max_match_window_size",
     )
     min_breadth: int = setting(
         1,
@@ -122,7 +127,8 @@ class Ngram(DraftOptions):
         # time of one.
         cautious = self.nodes is None and loaded.platform == "cpu"
         least = max(self.min_match, min(2, self.max_match))
-        options = self if not cautious else replace(self, nodes=CPU_NODES, min_match=least)
+        most = max(least, min(self.max_match, CPU_MATCH))
+        options = self if not cautious else replace(self, nodes=CPU_NODES, min_match=least, max_match=most)
         return Speculation(
             ngram_drafter(options, cautious=cautious),
             explicit_width=self.nodes is not None,
@@ -233,14 +239,17 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
     """Hashes of windows of 1, 2, .. W tokens; ``backwards[i]`` is the token i before a window's last."""
+    # Odd multipliers that differ by place, so that the order of tokens counts. Arithmetic is modulo 2**32.
+    place = 2 * np.arange(backwards.shape[0], dtype=np.uint32).reshape(-1, *[1] * (backwards.ndim - 1)) + 1
+    value = _mixed(backwards.astype(jnp.uint32) + place * np.uint32(0x9E3779B9)) * (place * np.uint32(0x85EBCA6B))
+    return _mixed(jnp.cumsum(value, axis=0, dtype=jnp.uint32) + (salt + place) * np.uint32(0xC2B2AE35))
 
-    def longer(value: Array, older: Array) -> tuple[Array, Array]:
-        value = (value ^ (older.astype(jnp.uint32) + jnp.uint32(1))) * jnp.uint32(0x85EBCA6B)
-        value ^= value >> 15
-        return value, (value * jnp.uint32(0xC2B2AE35)) ^ (value >> 13)
 
-    start = jnp.full(backwards.shape[1:], (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
-    return _scan(longer, start, backwards)[1]
+def _mixed(value: UInt32[Array, "*X"]) -> UInt32[Array, "*X"]:
+    """Each bit depends on all bits of `value` (Prospecting for Hash Functions, nullprogram.com: lowbias32)."""
+    value = (value ^ (value >> 16)) * np.uint32(0x7FEB352D)
+    value = (value ^ (value >> 15)) * np.uint32(0x846CA68B)
+    return value ^ (value >> 16)
 
 
 def _scan(
