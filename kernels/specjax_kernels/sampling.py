@@ -36,6 +36,7 @@ TILE = 512  # tokens of one trip of a program
 PROGRAMS = 512  # wanted over all rows
 MOST_CHUNKS = 64  # a program adds all chunks' masses at once
 LOWEST = -(1 << 31)
+GROUP = 128  # numbers among which `argmax` looks for an index on a CPU
 TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -43,7 +44,7 @@ def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
     """`jnp.argmax` of the last axis: the first of equal numbers, and NaN before any number.
 
     XLA:CPU reduces pairs of a number and its index one by one, but vectorises a maximum and then the lowest index of
-    the maximum: a quarter of the time for eight rows of 49,152 numbers.
+    the maximum. It looks for that index in one of the groups of numbers: half of the time for eight rows of 49,152.
     """
 
     def at_once(x: Array) -> Array:
@@ -55,7 +56,15 @@ def argmax(x: Float[Array, "... V"]) -> Int32[Array, "..."]:
         first = jnp.min(jnp.where(jnp.isnan(x), places - jnp.int32(size), highest), axis=-1)  # NaN: below all others
         return jnp.where(first < 0, first + jnp.int32(size), first)
 
-    return jax.lax.platform_dependent(x, cpu=in_two_steps, default=at_once)
+    def in_groups(x: Array) -> Array:
+        if x.shape[-1] % GROUP:
+            return in_two_steps(x)
+        groups = x.reshape(*x.shape[:-1], -1, GROUP)
+        group = in_two_steps(jnp.max(groups, axis=-1))
+        inside = jnp.take_along_axis(groups, group[..., None, None], axis=-2)[..., 0, :]
+        return group * GROUP + in_two_steps(inside)
+
+    return jax.lax.platform_dependent(x, cpu=in_groups, default=at_once)
 
 
 def largest(x: Float[Array, "... V"]) -> tuple[Int32[Array, "..."], Float[Array, "..."]]:
