@@ -247,7 +247,8 @@ class Report:
             sequences = now.prefilled_sequences - self._last.prefilled_sequences
             cached = now.cached_tokens - self._last.cached_tokens
             counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
-            logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
+            level = logging.INFO if sequences else logging.DEBUG  # later chunks of a long prompt say nothing new
+            logger.log(level, "Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
             if self._idle:  # exclude time without work
                 self._decoded, self._since = self._copy(), time.perf_counter()
         if retracted:

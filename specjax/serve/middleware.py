@@ -34,6 +34,7 @@ COMMANDS = ("/abort_request", "/continue_generation", "/flush_cache", "/pause_ge
 OWN_ORIGIN = re.compile(r"https?://((?:localhost|[\d.]+|\[[\da-f:.]+\])(?::\d+)?)")
 MAX_PATH = 256  # bytes of a path in the log and in messages
 MAX_METHOD = 16  # bytes of a method there
+MAX_REASON = 256  # characters of an error's message in the log
 CLOSE = {"Connection": "close"}
 LAST_SEND = 0.1  # seconds to send an answer when the server ends; its client may not read
 SYNTHETIC = "X-Specjax-Synthetic-Acceptance"  # header of every answer with `SyntheticAcceptance`
@@ -61,7 +62,7 @@ class Gate:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         id, form = request_id(headers), form_of(scope["path"], self._error_forms)
-        size, answered = 0, False
+        size, answered, reason = 0, False, ""
 
         async def receive_limited() -> Message:
             """The next message of a body. Raises an ApiError if the bodies are too large."""
@@ -84,7 +85,7 @@ class Gate:
                 answer["X-Request-Id"] = id
                 if self._runner.loaded and isinstance(self._runner.engine.verify, SyntheticAcceptance):
                     answer[SYNTHETIC] = "text is not the model's: drafts are accepted at given rates"
-                log_answer(scope, message["status"], id)
+                log_answer(scope, message["status"], id, reason)
             elif scope["method"] == "HEAD":
                 message["body"] = b""
             await send(message)
@@ -95,6 +96,7 @@ class Gate:
             await self._app(routed, receive_limited, send_with_id)
         except ApiError as error:
             forget_frames(error)  # or they keep the body until the next garbage collection
+            reason = str(error)
             await error.response(form)(scope, receive, send_with_id)
         except asyncio.CancelledError:  # the server ends
             if not answered:
@@ -172,10 +174,14 @@ def shown_path(path: str) -> str:
     return text if len(text) <= MAX_PATH and len(path) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
 
 
-def log_answer(scope: Mapping[str, Any], status: int, id: str) -> None:
+def log_answer(scope: Mapping[str, Any], status: int, id: str, reason: str) -> None:
+    """Writes a line about an answer. `reason`: of an error. Probes of `/health` are many: only for --log-level debug."""
     client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
     line = f"{scope['method'][:MAX_METHOD]} {shown_path(scope['path'])} HTTP/{scope['http_version']}"
-    logger.info('%s - "%s" %d, request %s', client, line, status, id)
+    reason = reason[:MAX_REASON]
+    reason = reason if reason.isascii() and reason.isprintable() else ascii(reason)[1:-1]
+    level = logging.DEBUG if scope["path"] == HEALTH else logging.INFO
+    logger.log(level, '%s - "%s" %d, request %s%s', client, line, status, id, f": {reason}" if reason else "")
 
 
 def _too_large() -> ApiError:

@@ -368,7 +368,8 @@ class Runner(threading.Thread, Service):
                 self._engine.warm_up(self._engine.buckets.ready_keys(), strict=False)
             started = time.monotonic()
             self._allocate(self._engine)
-            logger.info("Waited %.1f s for the allocation of the KV pool", time.monotonic() - started)
+            if (waited := time.monotonic() - started) >= 0.1:
+                logger.info("Waited %.1f s for the allocation of the KV pool", waited)
             if self._warm_up:
                 self._engine.warm_up_in_background()
             self._ready_at = time.time()

@@ -49,24 +49,37 @@ def test_request_ids(server, caplog):
     ids = {"abc-1": True, "x" * 128: True, "x" * 129: False, "a\tb": False, "": False, 'x" 200, request y': False}
     with server.client() as client:
         for id, used in ids.items():
-            answer = client.get("/health", headers={"X-Request-Id": id})
+            answer = client.get("/v1/models", headers={"X-Request-Id": id})
             assert (answer.headers["X-Request-Id"] == id) == used and answer.headers["X-Request-Id"]
         client.get("/%0a[2026] forged", headers={"X-Request-Id": "plain-1"})
     lines = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
-    assert '"GET /health HTTP/1.1" 200, request abc-1' in lines[0]
-    assert lines[-1].endswith("404, request plain-1") and "\n" not in lines[-1]
+    assert '"GET /v1/models HTTP/1.1" 200, request abc-1' in lines[0]
+    assert "404, request plain-1: there is no " in lines[-1] and "\n" not in lines[-1]
+
+
+def test_log_has_reasons_of_refusals_and_no_probes(server, caplog):
+    caplog.set_level("INFO", "specjax.serve")
+    with server.client() as client:
+        client.post("/v1/completions", json={"prompt": "x", "max_tokens": -20}, headers={"X-Request-Id": "a"})
+        client.post("/v1/completions", json={"prompt": "x", "user\n\x1b": "\n" * 999}, headers={"X-Request-Id": "b"})
+        client.post("/v1/completions", json={"prompt": "x", "model": "\nä"}, headers={"X-Request-Id": "c"})
+        client.get("/health")
+    lines = [line for record in caplog.records if '1.1" ' in (line := record.getMessage())]
+    assert lines[0].endswith("400, request a: max_tokens must be at least 0, got -20")
+    assert "404, request c: no model " in lines[-1] and "health" not in caplog.text
+    assert all(line.isascii() and line.isprintable() and len(line) < 500 for line in lines)
 
 
 def test_long_paths_and_methods_are_cut(server, caplog):
     """In the log and in answers, to 256 printable bytes."""
-    caplog.set_level("INFO", "specjax.serve")
+    caplog.set_level("DEBUG", "specjax.serve")
     paths = ("/" + "x" * 40_000, "/" + "%0a%1b" * 6000, "/" + "%C3%B6" * 6000, "/v1/models" + "?x" * 20_000)
     for method, path in [*(("GET", path) for path in paths), ("M" * 40_000, "/health")]:
         with server.connected(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) as sock:
             answer = received(sock)
         assert answer.startswith(b"HTTP/1.1 ") and len(answer) < 1200
         line = caplog.records[-1].getMessage()
-        assert len(line.encode()) < 450 and line.isascii() and line.isprintable()
+        assert len(line.encode()) < 750 and line.isascii() and line.isprintable()
 
 
 def test_internal_error_hides_its_message(server, monkeypatch, caplog):
