@@ -131,8 +131,8 @@ MIN_VERSIONS = {"jax_cuda12_plugin": ("12", "525.60.13", "5.2"), "jax_cuda13_plu
 version compatibility) and JAX's installation guide."""
 
 NO_CUDA = (
-    "JAX has no CUDA: pip install 'specjax[cuda12]' or, with a driver from "
-    f"{MIN_VERSIONS['jax_cuda13_plugin'][1]} on, 'specjax[cuda13]'"
+    "JAX has no CUDA: in specjax's folder, pip install -e '.[cuda12]' or, with a driver from "
+    f"{MIN_VERSIONS['jax_cuda13_plugin'][1]} on, '.[cuda13]'"
 )
 ON_CPU = "; JAX_PLATFORMS=cpu in the environment decodes on the CPU"
 CONTAINER = "start the container with `docker run --gpus all` (NVIDIA Container Toolkit)"
@@ -324,7 +324,7 @@ def _check(card: Card, cuda: str, driver: str, capability: str) -> None:
     advice = ON_CPU
     if () < _version(card.driver) < _version(driver):
         if cuda != "12":
-            advice = f" (or pip install 'specjax[cuda12]', from {MIN_VERSIONS['jax_cuda12_plugin'][1]} on){advice}"
+            advice = f" (or pip install -e '.[cuda12]', from {MIN_VERSIONS['jax_cuda12_plugin'][1]} on){advice}"
         raise GpuError(f"{card}: JAX with CUDA {cuda} needs a driver from {driver} on{advice}")
     if () < _version(card.capability) < _version(capability):
         raise GpuError(f"{card}: JAX with CUDA {cuda} needs a compute capability from {capability} on{advice}")

@@ -34,7 +34,7 @@ try:
     INTERPRETED = bool(triton.knobs.runtime.interpret)
     INTERPRETER = tl.constexpr(INTERPRETED)  # kernels read no other globals
 except (ImportError, AttributeError, OSError) as error:
-    UNMET = f"'triton' needs Python 3.12 or later and pip install 'specjax[triton]': {type(error).__name__}: {error}"
+    UNMET = f"'triton' needs Python 3.12 or later and pip install -e '.[triton]': {type(error).__name__}: {error}"
 if UNMET is None and tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12):
     # jax-triton 0.4.1 registers a rule for dead code with the two arguments of jax 0.11; jax 0.12 passes three and
     # every trace ends in a TypeError. JAX's default rule drops a call whose results are unused, which is right here.

@@ -208,7 +208,7 @@ def titles(sets: Sequence[str]) -> list[str]:
 
 
 PICTURES = ("svg", "png", "pdf")
-INSTALL = "pip install 'specjax[bench]'"
+INSTALL = "pip install -e '.[bench]'"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 """By Okabe and Ito: colour-blind people can distinguish them."""
 HATCHES, LINES = ("", "////", "....", "xxxx"), ("-", "--", ":", "-.")  # for methods that share a colour

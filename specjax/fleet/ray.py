@@ -8,7 +8,7 @@
     )
 
 `build_app` makes an application without ray.serve.llm: `serve run specjax.fleet.ray:build_app
-model_loading_config=...`. Needs `pip install 'specjax[ray]'`; Ray is imported when an application is built.
+model_loading_config=...`. Needs `pip install -e '.[ray]'`; Ray is imported when an application is built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specjax.settings import from_mapping
 
 logger = logging.getLogger("specjax.serve")
 
-NEEDS_RAY = "specjax.fleet.ray needs Ray Serve: pip install 'specjax[ray]'"
+NEEDS_RAY = "specjax.fleet.ray needs Ray Serve: pip install -e '.[ray]'"
 NEEDS_TYPES = (
     "ray.serve.llm takes its request and response types from vLLM or SGLang, and neither is installed here: install "
     "one of them, or serve specjax.fleet.ray:build_app, which needs neither"

@@ -196,7 +196,7 @@ def plot(folder: Path) -> Path | None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
     except ImportError:
-        logger.warning("no curves.png: matplotlib is not installed (pip install 'specjax[train]')")
+        logger.warning("no curves.png: matplotlib is not installed (pip install -e '.[train]')")
         return None
     tokens = {row["step"]: row["tokens"] for row in trained}
     measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]

@@ -214,7 +214,7 @@ NEW, OLD = SHARE_VARIABLES
         ),
         (
             [queried("H200", "570.86")], {"cuda": "13"},
-            r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'",
+            r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install -e '\.\[cuda12\]'",
         ),
         ([queried("V100", "580.95", "7.0")], {"cuda": "13"}, r"needs a compute capability from 7\.5 on"),
         ([queried("K80", "580.95", "3.7")], {}, r"compute capability 3\.7, 17\.2 GB\).*from 5\.2 on"),
@@ -334,7 +334,7 @@ def test_a_gpu_without_cuda_in_jax(machine):
     assert claim(0.85) is None
     text = problem()
     assert text is not None and text.startswith("JAX runs on the CPU: this machine has an NVIDIA H200")
-    assert "JAX has no CUDA: pip install 'specjax[cuda12]'" in text
+    assert "JAX has no CUDA: in specjax's folder, pip install -e '.[cuda12]'" in text
 
 
 def test_commands_refuse_and_the_library_warns(start, machine, caplog):

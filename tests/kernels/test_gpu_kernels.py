@@ -356,9 +356,9 @@ def test_the_compiler_is_chosen_by_what_is_installed() -> None:
     assert choice() == "pallas True"
     pallas = "jax.experimental.pallas.triton"
     error = choice(pallas, "jax_triton")
-    assert "0.10.2 to 0.12" in error and "pip install 'specjax[triton]'" in error and pallas in error
+    assert "0.10.2 to 0.12" in error and "pip install -e '.[triton]'" in error and pallas in error
     without_pallas = choice(pallas)
-    assert without_pallas == "triton False" if not REASON else "pip install 'specjax[triton]'" in without_pallas
+    assert without_pallas == "triton False" if not REASON else "pip install -e '.[triton]'" in without_pallas
 
 
 def test_triton_is_imported_on_demand() -> None:

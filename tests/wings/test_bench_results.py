@@ -129,7 +129,7 @@ def test_pictures(tmp_path):
 def test_without_matplotlib(monkeypatch, capsys):
     assert results.picture_format("none") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install 'specjax\[bench\]'"):
+    with pytest.raises(ValueError, match=r"--plots pdf needs .* pip install -e '\.\[bench\]'"):
         results.picture_format("pdf")
     assert results.picture_format("none") is None and capsys.readouterr().err == ""
     assert results.picture_format("auto") is None

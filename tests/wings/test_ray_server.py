@@ -266,7 +266,7 @@ def test_failed_starts(loop, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=f"the engine failed: .*{tmp_path.name}"):
         loop.run(SpecjaxServer.sync_init(LLMConfig(ModelLoadingConfig("tiny", str(tmp_path)))).start())
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'specjax\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[ray\]'"):
         build_app({"model_loading_config": {"model_id": "a"}})
 
 
