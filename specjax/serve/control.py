@@ -168,7 +168,7 @@ def server_info(ranks: List[Runner], settings: ServerSettings, model: str) -> di
         **describe(engines, model),
         # SGLang's tests and scripts read these flags here.
         "speculative_num_steps": engines[0].drafter.depth,
-        "speculative_eagle_topk": engines[0].drafter.topk or 1,
+        "speculative_eagle_topk": engines[0].drafter.topk,  # None: trees of no fixed width
         "disable_radix_cache": not engines[0].config.prefix_cache,
         "version": FINGERPRINT,
         "dp_size": len(engines),

@@ -175,7 +175,7 @@ def shown_path(path: str) -> str:
 
 
 def log_answer(scope: Mapping[str, Any], status: int, id: str, reason: str) -> None:
-    """Writes a line about an answer. `reason`: of an error. Probes of `/health` are many: only for --log-level debug."""
+    """Writes a line about an answer. `reason`: of an error. Probes of `/health` are many: at level debug."""
     client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
     line = f"{scope['method'][:MAX_METHOD]} {shown_path(scope['path'])} HTTP/{scope['http_version']}"
     reason = reason[:MAX_REASON]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from distil import pair_model, small_head
@@ -12,6 +13,7 @@ from toy_models import tiny_llama
 
 from specjax.config import BlockConfig, HeadConfig, RopeConfig
 from specjax.drafters import Block, Ngram, TreeShape, eagle_drafter, load_drafter, make_speculation
+from specjax.load import requested
 
 TARGET = tiny_llama(3, num_layers=7).target
 EAGLE3 = HeadConfig("eagle3", 16, 48, 24, 4, 2, 8, 1e-5, RopeConfig(), 11, (1, 2, 3), own_head=True, mapped=True)
@@ -85,3 +87,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_drafter_of_another_type():
+    """Before the model is looked for. Unwrapped: a caller's types are not checked as those of the tests are."""
+    with pytest.raises(TypeError, match=r"^drafter must be a Drafter or a function of the Target .* got 5$"):
+        inspect.unwrap(requested)("no such model", "AUTO", cast(Any, 5))

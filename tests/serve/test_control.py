@@ -118,7 +118,7 @@ def test_server_info_and_model_info(server):
     assert info["engine"]["page_size"] == 4 and info["max_total_num_tokens"] == 1024
     assert "api_key" not in json.dumps(info) and info["version"]
     assert info["speculative_lossy"] is None and info["disable_radix_cache"] is False
-    assert (info["speculative_num_steps"], info["speculative_eagle_topk"]) == (drafter.depth, 1)
+    assert (info["speculative_num_steps"], info["speculative_eagle_topk"]) == (drafter.depth, None)
     assert (info["served_model_name"], info["dp_size"], info["tp_size"], info["ep_size"]) == ("toy", 1, 1, 1)
     assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
     assert model["context_length"] == 128 and model["speculative_algorithm"] == "NGRAM"
