@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import Active, Block, PerRequest, RowMoves, commit, pool_shape, read_rows, take_path
-from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
+from specjax.drafters.base import Context, Drafter, Flag, Observation, PageSize, Params
 from specjax.drafters.check import check_declared, checked_observe, checked_propose
 from specjax.gpu import compiler_options, warn_of_problem
 from specjax.logprobs import Logprobs, block_logprobs, path_logprobs
@@ -339,6 +339,7 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         sampling=row.sampling,
         tokens=state.tokens,
         page_size=PageSize(pool_shape(state.cache).page_size),
+        in_prompt=Flag(isinstance(inputs, PrefillInput)),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
 

@@ -9,6 +9,7 @@ trees: the step writes node 0 and leaves out nodes that cannot be verified. `spe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -47,6 +48,11 @@ class PageSize(int):
     """Tokens per page, static in a jitted function that takes a `Context`."""
 
 
+@jax.tree_util.register_static
+class Flag(int):
+    """A truth value, static in a jitted function that takes a `Context`."""
+
+
 class Context(NamedTuple):
     """The B requests of a step. Inactive entries must not change the drafter's state.
 
@@ -60,6 +66,7 @@ class Context(NamedTuple):
         sampling: sampling parameters [B], which determine the target's noise.
         tokens: int32 [P, S]. Pages of committed tokens; None unless `Drafter.reads_tokens`.
         page_size: S; 0 if unknown, which disables `keep_at_page_ends`.
+        in_prompt: whether `observe` receives a chunk of a prompt, not a step. Static.
     """
 
     slots: PerRequest
@@ -71,6 +78,7 @@ class Context(NamedTuple):
     sampling: SamplingRows
     tokens: Int32[Array, "P S"] | None = None
     page_size: PageSize = PageSize(0)
+    in_prompt: Flag = Flag(False)
 
     @property
     def attended(self) -> PerRequest:
@@ -121,6 +129,17 @@ class Observation(NamedTuple):
     next_tokens: Int32[Array, "B C"]
     features: Float[Array, "B C F"] | None
     length: PerRequest
+
+
+def have_rows(drafter: Drafter, params: Params, pool: PoolShape) -> list[bool]:
+    """Whether each leaf of the drafter's state has a row for each request: R of `init` is the length of its first axis.
+    `params`: arrays or their shapes."""
+    few, more = (jax.tree.leaves(jax.eval_shape(partial(_init, drafter, rows, pool), params)) for rows in (3, 4))
+    return [(a.shape[:1], b.shape[:1]) == ((3,), (4,)) for a, b in zip(few, more, strict=True)]
+
+
+def _init(drafter: Drafter, rows: int, pool: PoolShape, params: Params) -> DraftState:
+    return drafter.init(params, rows, pool)
 
 
 def take_rows(leaves: Any, context: Context) -> Any:
@@ -186,7 +205,8 @@ class Drafter(NamedTuple):
         features: target features for `observe`: layer indices, "final" or None.
         width: N, number of tree nodes, root included.
         depth: D, maximum depth of a node; the root has depth 0.
-        init: (params, rows R, pool) -> state. Allocates the state; called once.
+        init: (params, rows R, pool) -> state. Allocates the state. Leaves [R, ...] have a row for each request, which
+            the engine sets to what `init` made when a request gets the row.
         propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
             before children, siblings differ, valid nodes come first.
         observe: (params, state, context, observation) -> state. Called after each commit, including prompts and steps

@@ -12,6 +12,7 @@ Each array that is sent costs a copy, and page tables hardly change between step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from math import prod
@@ -118,8 +119,12 @@ def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], wid
     return PrefillInput(slots, page_table, active, tokens, length, after, *states), tables
 
 
-def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
-    """A sequence's slot and row of the state, as bytes. Penalties count the output of a resumed sequence."""
+def admission(sequence: Sequence, vocab_size: int, drafts: List[np.ndarray]) -> np.ndarray:
+    """A sequence's slot and its row of the state, as bytes. Penalties count the output of a resumed sequence.
+
+    Args:
+        drafts: [R, ...] leaves of the drafter's state that have a row for each request, as `Drafter.init` makes them.
+    """
     params = sequence.params
     same = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     limit = NO_DRAFT_LIMIT if params.draft_limit is None else params.draft_limit
@@ -140,17 +145,20 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         logit_bias=dict(params.logit_bias),
         **{name: getattr(params, name) for name in same},
     )
-    leaves = np.int32(sequence.active_slot.index), *jax.tree.leaves(row)
+    slot = sequence.active_slot.index
+    leaves = np.int32(slot), *jax.tree.leaves(row), *(leaf[slot] for leaf in drafts)
     return np.concatenate([np.ravel(leaf).view(np.uint8) for leaf in leaves])
 
 
-def admission_size(rows: Row) -> int:
-    """Number of bytes of an `admission`. `rows`: shapes of the state's rows."""
-    return 4 + sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
+def admission_size(rows: Row, drafts: List[Any]) -> int:
+    """Number of bytes of an `admission`. Arguments: shapes of the rows of the state and of its drafter's state."""
+    return 4 + sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves((rows, drafts)))
 
 
-def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: UInt8[Array, "X"]) -> tuple[Row, Bool[Array, "R"]]:
-    """`specjax.state.admit_row` of an `admission`."""
+def admit_packed(
+    rows: Row, finished: Bool[Array, "R"], drafts: list[Array], packed: UInt8[Array, "X"]
+) -> tuple[Row, Bool[Array, "R"], list[Array]]:
+    """`specjax.state.admit_row` of an `admission`, which also sets the request's row of the drafter's state."""
     at = 0
 
     def read(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -162,7 +170,9 @@ def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: UInt8[Array, "X"
         return jax.lax.bitcast_convert_type(part.reshape(*shape, size), dtype)
 
     slot = read((), np.int32)
-    return admit_row(rows, finished, slot, jax.tree.map(lambda leaf: read(leaf.shape[1:], leaf.dtype), rows))
+    row, fresh = jax.tree.map(lambda leaf: read(leaf.shape[1:], leaf.dtype), (rows, drafts))
+    drafts = [leaf.at[slot].set(values) for leaf, values in zip(drafts, fresh, strict=True)]
+    return *admit_row(rows, finished, slot, row), drafts
 
 
 # Output
@@ -276,6 +286,10 @@ class Device:
         except Exception as error:
             self._set(error)
             raise
+
+    def wait(self) -> None:
+        """Waits for the allocation; raises its error."""
+        self._state.result()
 
     @property
     def lost(self) -> bool:

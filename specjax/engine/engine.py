@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 from specjax_kernels import skips_padding
@@ -433,7 +434,8 @@ class Engine:
             if self.policy is not None and self.speculation.costly_observe and not sequence.output.tokens:
                 batch = self.buckets.batch(min(len(self.scheduler.active), self.buckets.batches[-1]))
                 sequence.drafts = sequence.drafts and self.policy.admit(batch, sequence.limit)
-            self.device.update(self.programs.admit, admission(sequence, self.vocab_size))
+            self.device.wait()
+            self.device.update(self.programs.admit, admission(sequence, self.vocab_size, self._fresh_drafts))
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.active_slot.length
 
@@ -480,7 +482,9 @@ class Engine:
             tables = jnp.full((self._sizes["rows"], self.buckets.tables[-1]), self.pool.pages, jnp.int32)
             return Resident(self._empty(self.pool, **self._sizes), tables)
 
-        return self._on_devices(make)
+        state = self._on_devices(make)
+        self._fresh_drafts = [np.array(leaf) for leaf in self.programs.draft_rows(state.decode)]
+        return state
 
     def _on_devices(self, make: Callable[[], Any]) -> Any:
         return make() if self.mesh is None else empty_state(self.mesh, make)

@@ -7,6 +7,7 @@ the thread of `warm_up` helps.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 from specjax_kernels.platforms import of_default_device
 
 from specjax.cache import pool_shape
-from specjax.drafters.base import Params, Speculation
+from specjax.drafters.base import Params, Speculation, have_rows
 from specjax.engine.device import (
     PREFILL_NUMBERS,
     Program,
@@ -104,6 +105,7 @@ class Programs:
         tables: Any = self._input((state.finished.shape[0], table))
         self._state = Resident(self.state_shapes, tables)
         self.new_pages, self._pages = new_pages, pool_shape(state.cache).pages
+        self._have_rows = have_rows(speculation.drafter, self._params, pool_shape(state.cache))
 
         self._futures: dict[Key, Future[Program | Failure]] = {}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="specjax-compile")
@@ -344,18 +346,31 @@ class Programs:
 
     # What programs compute
 
+    def draft_rows(self, decode: DecodeState) -> list[Any]:
+        """The leaves of the drafter's state that have a row for each request."""
+        return list(itertools.compress(jax.tree.leaves(decode.draft), self._have_rows))
+
     @cached_property
     def admit(self) -> Callable[[Resident, np.ndarray], Resident]:
         """The function that puts a packed `admission` into the state; compiled at its first use."""
-        rows, finished = self.state_shapes.rows, self.state_shapes.finished
-        arguments = (rows, finished, self._input((admission_size(rows),), np.uint8))
-        places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
+        shapes, drafts = self.state_shapes, self.draft_rows(self.state_shapes)
+        packed = self._input((admission_size(shapes.rows, drafts),), np.uint8)
+        places = {}
+        if self._mesh is not None:
+            whole = everywhere(self._mesh)
+            places = {"out_shardings": (whole, whole, [leaf.sharding for leaf in drafts])}
         with self.launch_lock if self._exclusive else contextlib.nullcontext(), under(self._mesh):
-            program = jax.jit(admit_packed, donate_argnums=(0, 1), **places).lower(*arguments).compile()
+            jitted = jax.jit(admit_packed, donate_argnums=(0, 1, 2), **places)
+            program = jitted.lower(shapes.rows, shapes.finished, drafts, packed).compile()
 
         def admit(state: Resident, packed: np.ndarray) -> Resident:
-            rows, finished = program(state.decode.rows, state.decode.finished, packed)
-            return state._replace(decode=state.decode._replace(rows=rows, finished=finished))
+            decode = state.decode
+            rows, finished, drafts = program(decode.rows, decode.finished, self.draft_rows(decode), packed)
+            leaves, tree = jax.tree.flatten(decode.draft)
+            new = iter(drafts)
+            leaves = [next(new) if has_rows else leaf for leaf, has_rows in zip(leaves, self._have_rows, strict=True)]
+            draft = jax.tree.unflatten(tree, leaves)
+            return state._replace(decode=decode._replace(rows=rows, finished=finished, draft=draft))
 
         return admit
 
