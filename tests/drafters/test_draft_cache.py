@@ -119,7 +119,7 @@ def test_reused_pages(kind, same_next):
 
 @pytest.mark.parametrize(("kind", "page_size", "layers"), [("eagle", 1, 1), ("eagle3", 16, 1), ("standalone", 4, 2)])
 def test_bytes_per_token(kind, page_size, layers):
-    """Keys and values of 2 heads of 8 a layer, float32. N-grams keep 12 numbers for each page."""
+    """Keys and values of 2 heads of 8 a layer, float32. N-grams keep 6 numbers for each page."""
     toy, drafter, draft = drafting(kind)
     params = Params(toy.params, draft)
 
@@ -127,5 +127,5 @@ def test_bytes_per_token(kind, page_size, layers):
         return bytes_per_token(lambda pool: drafter.init(params, 1, pool), page_size)
 
     assert taken(drafter) == layers * 2 * 2 * 8 * 4
-    assert taken(make_speculation("NGRAM").drafter) == 12 * 4 // page_size
+    assert taken(make_speculation("NGRAM").drafter) == 6 * 4 // page_size
     assert taken(make_speculation("NONE").drafter) == 0

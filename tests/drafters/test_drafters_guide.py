@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from engine_helpers import toy
+from engine_helpers import make_engine, toy
 from generate_helpers import saved_model
 from train_helpers import environment
 
@@ -22,7 +22,7 @@ from specjax import SamplingParams, load_drafter, make_speculation
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
 MEDUSA = (ROOT / "examples" / "medusa.py").read_text(encoding="utf-8")
-DRAFTER, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+DRAFTER, COUNTER, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 COMMAND = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
 ALIAS = "smollm2-135m-instruct"
 
@@ -87,6 +87,15 @@ def test_what_the_caller_passes_drafts_in_every_step(guide, my_drafter, tmp_path
         assert set(engine.buckets.trees.values()) == {engine.drafter.width}
         done = engine.generate([[5, 6, 7] * 8] * 2, SamplingParams(max_new_tokens=9, ignore_eos=True))
         assert all(one.drafted_steps == one.spec_verify_ct > 0 for one in done)
+
+
+def test_counter_of_steps(guide):
+    own = {name: function for name, function in run(COUNTER).items() if name in ("init", "observe")}
+    drafter = guide["prompt_lookup"](toy().target)._replace(**own)
+    engine = make_engine(toy(), drafter, max_running_requests=1)
+    for count in (9, 5):
+        done = engine.generate("hello hello", SamplingParams(max_new_tokens=count, ignore_eos=True))
+        assert int(engine.state.draft["steps"][0]) == done.spec_verify_ct > 0
 
 
 def test_without_the_engine(medusa):

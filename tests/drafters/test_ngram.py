@@ -146,7 +146,8 @@ class Memory:
     def matches(self, row: int, root: int) -> tuple[list[Match], list[Match]]:
         """All matches with a continuation, and those that must be found; longest first, then most recent.
 
-        A bucket keeps 8 places, by a hash of the place: of two ends of one window in the same one, the later stays.
+        A bucket keeps 8 places, by a hash of the place: of two ends of one window in the same one, the later stays. The
+        place is that in the ring or, of a request with a salt, that in its text.
         """
         suffix = [*self.texts[self.row[row]], root]
         least, most, ends = self.config.min_match, self.config.max_match, []
@@ -158,17 +159,17 @@ class Memory:
                 while size < min(most, end, len(suffix)) and text[end - 1 - size] == suffix[-1 - size]:
                     size += 1
                 if size >= least:
-                    ends.append((size, times[end - 1], text[end : end + self.config.depth]))
+                    place = end - 1 if salt else times[end - 1] % self.config.capacity
+                    way = (place * 2654435761 & 0xFFFFFFFF) >> 29
+                    ends.append((Match(size, times[end - 1], text[end : end + self.config.depth]), way))
 
-        def place(time: int) -> int:
-            return (time % self.config.capacity * 2654435761 & 0xFFFFFFFF) >> 29
+        def is_kept(match: Match, way: int) -> bool:
+            later = [other.size for other, its_way in ends if other.time > match.time and its_way == way]
+            return any(all(size < window for size in later) for window in range(least, match.size + 1))
 
-        def is_kept(size: int, time: int) -> bool:
-            later = [s for s, t, _ in ends if t > time and place(t) == place(time)]
-            return any(all(s < window for s in later) for window in range(least, size + 1))
-
-        result = sorted((Match(*end) for end in ends if end[2]), key=lambda match: (-match.size, -match.time))
-        return result, [match for match in result if is_kept(match.size, match.time)]
+        ends.sort(key=lambda end: (-end[0].size, -end[0].time))
+        found = [(match, way) for match, way in ends if match.text]
+        return [match for match, _ in found], [match for match, way in found if is_kept(match, way)]
 
     def room(self, size: int) -> int:
         """Nodes, the root included, that a tree may have after a match of `size` tokens."""
@@ -231,6 +232,7 @@ EVENTS = st.lists(
     events=[("observe", {0: [1, 2, 3], 1: [2, 3, 0]}), ("start", 0, 0), ("observe", {0: [2]}), ("propose", [3] * 3)]
 )
 @example(events=[("start", 0, SALTS[1]), ("observe", {0: [1, 2, 3]}), ("observe", {1: [1]}), ("propose", [0, 2])])
+@example(events=[("start", 0, 0xDEADBEEF), ("observe", {0: [0, 1, 1, 1, 1, 0], 1: [0]}), ("propose", [0, 0, 0])])
 def test_proposals_equal_the_oracle(events, config):
     memory = Memory(CONFIGS[config])
     for kind, *what in events:
