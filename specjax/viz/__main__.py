@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import Any
 
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.drafters import Auto
+from specjax.drafters import Auto, options_of
 from specjax.settings import Parser
 from specjax.state import StepTree
 from specjax.viz.drawing import draw_steps
@@ -28,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
     target = "the target: alias, folder, .gguf or hub id"
     parser.add_argument("--model", "--model-path", default=BUILT_IN_MODEL, help=target)
+    parser.add_argument(
+        "--draft", default=Auto.algorithm, metavar="NAME",
+        help="an algorithm, or module:function for a drafter of your own, whose folder is in PYTHONPATH (default: AUTO)",
+    )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--step", type=int, help="step to draw, from 1 (default: the step with most accepted drafts)")
     parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")
@@ -41,9 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def draw(args: argparse.Namespace) -> str:
     """Decodes, draws a step and writes the file. Returns the line to print."""
-    shape = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
+    shape: dict[str, Any] = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
+    draft = args.draft if ":" in args.draft else options_of(args.draft)
+    if shape:
+        if isinstance(draft, str) or not shape.keys() <= set(draft.names()):
+            raise ValueError(f"--tree is for algorithms with steps, top-k and nodes; {args.draft} has none of these")
+        draft = replace(draft, **shape)
     config = EngineConfig(max_running_requests=1, trace=True)
-    engine = Engine.from_pretrained(args.model, draft=Auto(**shape), config=config)
+    engine = Engine.from_pretrained(args.model, draft=draft, config=config)
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0.0)
     trees = engine.generate([{"role": "user", "content": args.prompt}], sampling).trees
     if not trees:

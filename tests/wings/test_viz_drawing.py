@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from generate_helpers import saved_model
 
+from specjax import chain
+from specjax.drafters import none_drafter
 from specjax.state import StepTree
-from specjax.viz.__main__ import most_telling
+from specjax.viz.__main__ import main, most_telling
 from specjax.viz.drawing import HEIGHT, LONGEST, draw_steps, draw_tree, label, layout
 
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "$x$ $", "né", "", "internationalisation", "�")
@@ -108,3 +112,25 @@ def test_several_steps():
 
 def test_default_step():
     assert most_telling([WIDE, DEEP, SMALL, BUSHY]) == 2
+
+
+def repeated(target):
+    """A drafter of one's own: chains that repeat the root."""
+
+    def propose(params, state, context):
+        tokens = jnp.broadcast_to(context.root[:, None], (context.root.shape[0], 2))
+        length = jnp.where(context.active, 2, 0)
+        return chain(context.root, tokens, length, jnp.zeros(tokens.shape, jnp.float32)), state
+
+    return none_drafter()._replace(name="REPEATED", width=3, depth=2, propose=propose, topk=1)
+
+
+def test_command_draws_trees_of_any_drafter(tmp_path, capsys):
+    model, picture = saved_model(tmp_path / "model", max_position_embeddings=256), tmp_path / "tree.svg"
+    command = ["--model", model, "--prompt", "hello", "--output", str(picture), "--max-new-tokens", "12"]
+    assert main([*command, "--draft", "test_viz_drawing:repeated"]) == 0
+    assert len(texts(picture.read_text(encoding="utf-8"), "token")) >= 3 and "wrote step" in capsys.readouterr().out
+    for draft in ("test_viz_drawing:repeated", "ngram"):
+        with pytest.raises(SystemExit):
+            main([*command, "--draft", draft, "--tree", "1", "1", "2"])
+        assert "--tree is for algorithms with steps, top-k and nodes" in capsys.readouterr().err
