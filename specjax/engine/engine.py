@@ -511,9 +511,10 @@ class Engine:
             keys = dict.fromkeys((*self.buckets.all_keys(), *self.buckets.all_steps()))
         self.programs.warm_up(keys, progress=progress, strict=strict)
 
-    def warm_up_in_background(self) -> None:
-        """Compiles the remaining programs while requests run, which share smaller batches meanwhile."""
-        self.programs.compile_later(self.buckets.all_keys())
+    def warm_up_in_background(self, then: Callable[[], None] = lambda: None) -> None:
+        """Compiles the remaining programs while requests run, which share smaller batches meanwhile; then calls `then`
+        in another thread."""
+        self.programs.compile_later(self.buckets.all_keys(), then)
 
     # Generation
 

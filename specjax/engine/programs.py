@@ -177,16 +177,16 @@ class Programs:
                 raise result.again()
             return result
 
-    def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in the background. Errors are logged, and raised when the program is used.
+    def compile_later(self, keys: Iterable[Key], then: Callable[[], None] = lambda: None) -> None:
+        """Compiles these one by one in the background, and calls `then`. Errors are logged, and raised when the program
+        is used.
 
         The interpreter waits at its exit for the program that is being compiled, since a thread inside XLA would not
         survive the exit, and for no further one.
         """
         with self._lock:
             new = self._submit(keys)
-        if new:
-            self._executor.submit(self._report, new, time.monotonic())
+        self._executor.submit(self._report, new, time.monotonic(), then)
 
     def want(self, keys: Collection[Key]) -> None:
         """Compiles these before all others that are not begun: requests wait for them."""
@@ -310,15 +310,16 @@ class Programs:
             bar.update()
         self._pause(self._seconds[key])
 
-    def _report(self, keys: list[Key], begun: float) -> None:
+    def _report(self, keys: list[Key], begun: float, then: Callable[[], None]) -> None:
         """Logs the end of `compile_later`."""
         if self.pending & set(keys):  # requests wanted others first
             time.sleep(PAUSE_SECONDS)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                self._executor.submit(self._report, keys, begun)
-        else:
-            count = len(self._results().keys() & set(keys))
+                self._executor.submit(self._report, keys, begun, then)
+            return
+        if count := len(self._results().keys() & set(keys)):
             logger.info("Compiled %d programs in the background in %.1f s", count, time.monotonic() - begun)
+        then()
 
     def _try(self, key: Key) -> Program | Failure:
         """Remembers an error, but no interrupt."""

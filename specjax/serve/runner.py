@@ -9,6 +9,7 @@ Everything that touches the engine runs in this thread, between two steps. Other
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import re
@@ -371,7 +372,7 @@ class Runner(threading.Thread, Service):
             if (waited := time.monotonic() - started) >= 0.1:
                 logger.info("Waited %.1f s for the allocation of the KV pool", waited)
             if self._warm_up:
-                self._engine.warm_up_in_background()
+                self._engine.warm_up_in_background(then=collect_often)
             self._ready_at = time.time()
             self._watchdog.start()
             self._delivery.start()
@@ -489,6 +490,14 @@ class Runner(threading.Thread, Service):
         if self._state not in (State.DRAINING, State.FAILED):
             self._state = state
         self.on_change()
+
+
+def collect_often() -> None:
+    """Lets Python collect the little garbage of each request before it fills memory. A start leaves 400,000 objects, of
+    which each scan would take 0.2 s: later ones leave them out."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def check_ids(sequences: Iterable[Sequence], running: Iterable[str]) -> None:

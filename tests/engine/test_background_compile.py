@@ -84,7 +84,7 @@ def test_grammar_tokenizer_is_loaded_at_start(monkeypatch):
     """Loading it with the first request could take seconds."""
     engine = make_engine(toy(), "NONE", eos=(END,))
     monkeypatch.setattr(engine, "warm_up", lambda keys, strict: None)
-    monkeypatch.setattr(engine, "warm_up_in_background", lambda: None)
+    monkeypatch.setattr(engine, "warm_up_in_background", lambda then: None)
     runner = Runner(lambda: engine, ServerSettings())
     runner.start()
     try:
