@@ -1,7 +1,7 @@
 """The sandbox of chat templates: a template that comes with a model takes bounded memory.
 
-Jinja's sandbox bounds `range` only. Here, all values that a template makes while it renders are counted together. What
-may be large at once (operators, formats, widths, replacements) is estimated before it is made.
+Jinja's sandbox bounds `range` only. Here, an operator, a method or a filter is refused if its result may take more than
+is left of `MAX_BYTES`, and what a template makes while it renders is counted.
 """
 
 from __future__ import annotations
@@ -10,19 +10,31 @@ import functools
 import itertools
 import re
 import sys
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
-from markupsafe import Markup
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 MAX_BYTES = 2**28  # of all values that a template makes while it renders; prompts of a million tokens take a tenth
 STEP_BYTES = 256  # counted for a filter, and an item of a loop or a list: a million of them take seconds
 CALL_BYTES = 2048  # counted for a call
+PART_BYTES = 32  # for a character of a text that is split, encoded or escaped
+# Methods, filters and functions whose result is a part of the first value, or another form of it.
+PARTS = frozenset((
+    "abs", "attr", "capitalize", "casefold", "count", "counted", "d", "decode", "default", "dictsort", "e",
+    "encode", "endswith", "escape", "find", "first", "float", "groupby", "index", "int", "isalnum", "isalpha",
+    "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
+    "isupper", "items", "last", "length", "list", "lower", "lstrip", "map", "max", "min", "partition", "reject",
+    "rejectattr", "removeprefix", "removesuffix", "reverse", "rfind", "rindex", "rpartition", "rsplit", "rstrip",
+    "safe", "select", "selectattr", "sliced", "sort", "split", "splitlines", "startswith", "strftime_now", "strip",
+    "striptags", "swapcase", "title", "trim", "unique", "upper", "urlencode", "wordcount"
+))  # fmt: skip
 
 _left: ContextVar[list[int] | None] = ContextVar("left", default=None)  # bytes that a template may still make
 
@@ -40,24 +52,40 @@ def bound_templates() -> None:
         theirs._compile_jinja_template.cache_clear()
 
 
-def spend(size: int, what: str) -> None:
-    """Counts the bytes of a value before or after it is made. Raises TemplateLimit."""
-    left = _left.get()
-    remaining = (MAX_BYTES if left is None else left[0]) - size
-    if remaining < 0:
+def check(size: int, what: str) -> list[int]:
+    """The bytes that are left. Raises TemplateLimit if they are fewer than `size`."""
+    left = _left.get() or [MAX_BYTES]
+    if size > left[0]:
         raise TemplateLimit(
             f"the chat template makes more than {MAX_BYTES >> 20} MB of values: {what} needs {size} bytes more; "
             "use another template (--chat-template)"
         )
-    if left is not None:
-        left[0] = remaining
+    return left
+
+
+def spend(size: int, what: str) -> None:
+    check(size, what)[0] -= size
 
 
 def charged(value: Any, what: str) -> Any:
-    """A new value, counted."""
+    """A new value, counted without its items."""
     if isinstance(value, str | bytes | int | list | tuple | dict | set):
         spend(sys.getsizeof(value), what)
     return value
+
+
+def bounded(
+    what: str, name: str, function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], *,
+    owner: Collection[Any] = (), skipped: int = 0,
+) -> Any:  # fmt: skip
+    """The result of a filter, or of a method of `owner`. Its size depends on all arguments but the first `skipped`."""
+    args = [list(arg) if isinstance(arg, Iterator) else arg for arg in args]
+    first, *others = *owner, *args[skipped:], *kwargs.values(), None
+    check(_result_size(name, first, *others), what)
+    result = function(*args, **kwargs)
+    is_selection = isinstance(result, list | dict | tuple | set) and not isinstance(first, str | bytes)
+    spend(STEP_BYTES + (8 * sys.getsizeof(result) if is_selection else _text_size(result)), what)
+    return result
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -66,241 +94,162 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.code_generator_class = _BoundedCode
-        self.filters = _Filters(self.filters)
-        self.finalize = _finalized
+        super().__init__(*args, finalize=_finalized, **kwargs)
+        own = {"counted": _counted, "sliced": lambda value: value, "~": lambda values: "".join(map(str, values))}
+        self.filters: Any = _Filters(self.filters | own)
         del self.globals["lipsum"]
+
+    def _parse(self, *args: Any) -> nodes.Template:
+        return _Filtered().visit(super()._parse(*args))
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Joins the text of a template, or of a part of it."""
-        if _left.get() is not None:
-            return "".join(map(_piece, pieces))
-        token = _left.set([MAX_BYTES])
+        token = _left.set(_left.get() or [MAX_BYTES])
         try:
-            return "".join(map(_piece, pieces))
+            pieces = list(pieces)
+            check(_joined_size(pieces), "its text")
+            return charged("".join(pieces), "its text")
         finally:
             _left.reset(token)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        size = _BINOPS[operator](left, right)
-        if size:
-            spend(size, f"{type(left).__name__} {operator} {_shown(right)}")
-        return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if super().wrap_str_format(value) is None:
-            return None
-        text = value.__self__
-        formatter = (
-            _BoundedEscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _BoundedFormatter(self)
-        )
-
-        def format(*args: Any, **kwargs: Any) -> str:
-            if value.__name__ == "format_map":
-                (kwargs,), args = args, ()
-            spend(sys.getsizeof(text), "str.format")
-            return type(text)(formatter.vformat(text, args, kwargs))
-
-        return format
+        shown = right if isinstance(right, int) and right.bit_length() < 64 else type(right).__name__
+        what = f"{type(left).__name__} {operator} {shown}"
+        check(_operator_size(operator, left, right), what)
+        return charged(super().call_binop(context, operator, left, right), what)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", getattr(function, "name", ""))
-        if not isinstance(owner, str | bytes | int):
-            what = f"the function {name}"
-            spend(CALL_BYTES, what)
-            return charged(super().call(context, function, *args, **kwargs), what)
-        what, args = f"{type(owner).__name__}.{name}", _listed(args)
-        spend(STEP_BYTES + _estimate(name, owner, *args, *kwargs.values()), what)
-        value = super().call(context, function, *args, **kwargs)
-        spend(_text_size(value), what)  # with the parts of a text
-        return value
-
-    def joined(self, *values: Any) -> str:
-        """The operator ~."""
-        spend(sum(map(_text_size, values)), "the operator ~")
-        return "".join(map(str, values))
-
-    def sliced(self, value: Any) -> Any:
-        return charged(value, "a slice")
-
-    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop."""
-        for item in items:
-            spend(STEP_BYTES, "a loop")
-            yield item
+        # The sandbox wraps str.format.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        name = getattr(function, "__name__", getattr(function, "name", ""))
+        owners = [owner] if isinstance(owner, str | bytes | int) else []
+        run = functools.partial(super().call, context, function)
+        if owners or name == "strftime_now":
+            return bounded(f"{type(owner).__name__}.{name}", name, run, args, kwargs, owner=owners)
+        spend(CALL_BYTES, f"the function {name}")
+        return charged(run(*args, **kwargs), f"the function {name}")
 
 
-class _BoundedCode(CodeGenerator):
-    """Code that calls the environment where the sandbox's own code does not."""
+class _Filtered(NodeTransformer):
+    """Makes filters of operations that the sandbox's own code does without the environment."""
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.joined(")
-        for each in node.nodes:
-            self.visit(each, frame)
-            self.write(", ")
-        self.write(")")
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter("~", nodes.List(node.nodes))
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        sliced = isinstance(node.arg, nodes.Slice)
-        self.write("environment.sliced(" if sliced else "")
-        super().visit_Getitem(node, frame)
-        self.write(")" if sliced else "")
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter("sliced", node) if isinstance(node.arg, nodes.Slice) else node
 
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        items = nodes.Call(nodes.EnvironmentAttribute("counted"), [node.iter], [], None, None, lineno=node.lineno)
-        node.iter = items
-        super().visit_For(node, frame)
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        pieces = nodes.Const(sum(len(output.nodes) for output in node.find_all(nodes.Output)))
+        node.iter = _filter("counted", node.iter, pieces)
+        return node
 
 
-class _BoundedFormatter(SandboxedFormatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        spend(_text_size(value) + _numbers(format_spec), f"str.format with {format_spec[:40]!r}")
-        return super().format_field(value, format_spec)
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        spend(_text_size(value), "str.format")
-        return super().convert_field(value, conversion)
+def _filter(name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
 
 
-class _BoundedEscapeFormatter(_BoundedFormatter, SandboxedEscapeFormatter):
-    pass
+def _counted(items: Iterable[Any], pieces: int) -> Iterator[Any]:
+    """The items of a loop, whose body writes so many pieces of text."""
+    for item in items:
+        spend(STEP_BYTES + 8 * pieces, "a loop")
+        yield item
 
 
-class _Filters(dict[str, Callable[..., Any]]):
+class _Filters(UserDict[str, Callable[..., Any]]):
     """Filters by name. Their results are counted."""
-
-    def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
-        for name, function in filters.items():
-            self[name] = function
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
         skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or a context comes first
 
         @functools.wraps(function)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            what = f"the filter {name}"
-            args = _listed(args)
-            spend(STEP_BYTES + _estimate(name, *args[skipped:], *kwargs.values()), what)
-            return charged(function(*args, **kwargs), what)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return bounded(f"the filter {name}", name, function, args, kwargs, skipped=skipped)
 
-        super().__setitem__(name, bounded)
-
-
-def _listed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose sizes can be estimated."""
-    return tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+        super().__setitem__(name, run)
 
 
 def _finalized(value: Any) -> Any:
     """An expression that is part of the text."""
-    if isinstance(value, list | tuple | dict | int):
+    if not isinstance(value, str):
         spend(_text_size(value), "its text")
     return value
 
 
-def _piece(piece: str) -> str:
-    spend(sys.getsizeof(piece), "its text")
-    return piece
+# Bytes that a result may take.
 
 
-# Estimates
+def _result_size(name: str, value: Any, *args: Any) -> int:
+    """Bytes of a method's or filter's result: at most those of the value for each unit of the other arguments."""
+    if name in PARTS:
+        return PART_BYTES * len(value) if isinstance(value, str | bytes) else 0
+    if name in ("format", "format_map"):
+        return _format_size(value, args)
+    if name == "replace" and len(args) > 1:
+        text = value if isinstance(value, bytes) else str(value)
+        first, second = (arg if isinstance(arg, bytes) else str(arg) for arg in args[:2])  # in any order, if named
+        return 4 * (len(text) + text.count(first) * len(second) + text.count(second) * len(first))
+    return _text_size(value) * (8 + sum(map(_units, args)))
 
 
-def _estimate(name: str, value: Any, *args: Any) -> int:
-    """Bytes that a method or a filter of this name may take. 0 for those that make nothing much larger than `value`,
-    because results are counted, too."""
-    numbers = sum(arg for arg in args if isinstance(arg, int) and arg > 0)
-    match name:
-        case "center" | "ljust" | "rjust" | "zfill" | "to_bytes" | "batch" | "slice":
-            return 8 * numbers
-        case "expandtabs":
-            return value.count("\t") * numbers
-        case "indent":
-            return (str(value).count("\n") + 1) * (numbers + _length(*args))
-        case "wordwrap":
-            return (str(value).count("\n") + len(str(value)) // max(numbers, 1)) * _length(*args)
-        case "replace":
-            return (str(value).count(str(args[0])) if args else 0) * _length(*args[1:])
-        case "translate":
-            return len(value) * max(map(_text_size, args), default=0)
-        case "join":
-            return _text_size(value) + _text_size(args) + _length(value) * _length(*args)
-        case "format":
-            return _percent_size(value, args)
-        case "tojson" | "pprint" | "string" | "list" | "xmlattr":
-            return _text_size(value) * max(numbers, 1)
-    return 0
+def _units(value: Any) -> int:
+    """What an argument may multiply a result by."""
+    if isinstance(value, int):
+        return abs(value)  # 10**abs(precision) in `round`
+    if isinstance(value, str):
+        return len(value) * (1 if value.isascii() else 4)
+    return _text_size(value) if isinstance(value, Collection) else 0
 
 
-def _length(*values: Any) -> int:
-    return sum(len(value) for value in values if isinstance(value, Collection))
+def _operator_size(operator: str, left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        size = _int_bytes(left) * max(right, 0) if operator == "**" else _int_bytes(left) + _int_bytes(right)
+        return size**2  # arithmetic takes such a time
+    if operator == "%":
+        return _format_size(left, right if isinstance(right, tuple) else (right,))
+    times = sum(_units(value) for value in (left, right) if isinstance(value, int)) if operator == "*" else 1
+    return times * _joined_size([value for value in (left, right) if isinstance(value, str | bytes | list | tuple)])
 
 
-def _percent_size(text: str | bytes, values: Any) -> int:
-    """Bytes of `text % values`."""
-    values = values if isinstance(values, tuple) else (values,)
-    widths = sum(value for value in values if isinstance(value, int)) if b"*" in _bytes(text) else 0
-    largest = max(map(_text_size, values), default=0)
-    return len(text) + widths + _numbers(text) + _bytes(text).count(b"%") * largest
+def _joined_size(values: Collection[Any]) -> int:
+    """Bytes of values in one: four for a character of a text if one is not ASCII."""
+    is_wide = any(isinstance(value, str) and not value.isascii() for value in values)
+    return sum(map(sys.getsizeof, values)) * (4 if is_wide else 1)
 
 
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-
-
-def _numbers(text: str | bytes) -> int:
-    """The sum of the numbers in a text, which may be widths."""
-    return sum(int(digits[:20]) for digits in re.findall(rb"[0-9]+", _bytes(text)))
-
-
-# An integer of n bytes counts for n squared, because arithmetic takes such a time.
-
-
-def _product(left: Any, right: Any) -> int:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | bytes | list | tuple) and isinstance(times, int):
-            return sys.getsizeof(value) * max(times, 0)
-    return (_int_bytes(left) + _int_bytes(right)) ** 2
-
-
-def _power(left: Any, right: Any) -> int:
-    if not isinstance(left, int) or not isinstance(right, int):
+def _format_size(template: Any, values: Collection[Any]) -> int:
+    """Bytes of `template % values` or of `template.format(*values)`, whose numbers may be widths."""
+    if not isinstance(template, str | bytes):
         return 0
-    return (_int_bytes(left) * max(right, 0)) ** 2 if abs(left) > 1 else 0
+    text = str(template)
+    size = _text_size(values, MAX_BYTES if "{" in text else STEP_BYTES)
+    numbers = [value for value in values if isinstance(value, int)] if "*" in text else []
+    if re.search(r"{[^}]*{", text) and size < MAX_BYTES:  # a format in a format
+        text += str(values)
+    widths = sum(int(digits[:20]) for digits in [*re.findall(r"\d+", text), *map(str, numbers)])
+    return 4 * len(text) + (text.count("%") + text.count("{")) * (4 * size + widths)
 
 
-def _sum(left: Any, right: Any) -> int:
-    if isinstance(left, int | float):
-        return _int_bytes(left)
-    return sys.getsizeof(left) + sys.getsizeof(right)
+def _int_bytes(value: int) -> int:
+    return value.bit_length() // 8 + 1
 
 
-def _int_bytes(value: Any) -> int:
-    return value.bit_length() // 8 + 1 if isinstance(value, int) else 0
-
-
-_BINOPS: Mapping[str, Callable[[Any, Any], int]] = {
-    "+": _sum,
-    "*": _product,
-    "**": _power,
-    "%": lambda left, right: _percent_size(left, right) if isinstance(left, str | bytes) else 0,
-}
-
-
-def _text_size(value: Any) -> int:
-    """Bytes of a value's text, at least; of the items of lists and dicts, too."""
+def _text_size(value: Any, opaque: int = STEP_BYTES) -> int:
+    """Bytes of a value's text, at least; of the items of lists and dicts, too. `opaque`: of other objects."""
     if isinstance(value, str | bytes):
         return sys.getsizeof(value)
-    if not isinstance(value, Collection):
+    if isinstance(value, int):
         return _int_bytes(value) * 3 + STEP_BYTES
+    if isinstance(value, Namespace):
+        value = value._Namespace__attrs
+    if not isinstance(value, Collection):
+        return STEP_BYTES if value is None or isinstance(value, float | Undefined) else opaque
     size = STEP_BYTES
     for item in itertools.chain(*value.items()) if isinstance(value, Mapping) else value:
-        size += _text_size(item) + STEP_BYTES
+        size += _text_size(item, opaque) + STEP_BYTES
         if size > MAX_BYTES:  # lists that hold a list twice, and so on, have a text that never ends
             break
     return size
-
-
-def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, int) and value.bit_length() < 64 else type(value).__name__

@@ -90,6 +90,18 @@ ATTACKS = {
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}a{% endmacro %}{{ f(60) }}",
     "blocks": "{% block a %}" + loop(loop("a")) + "{% endblock %}{{ self.a() }}",
     "the message": "{{ messages[0].content * 10**9 }}",
+    "namespace": _SPACE + loop("{% set ns.x = [ns.x, ns.x] %}", "60") + "{{ ns }}",
+    "replace of bytes": _BIG + "{{ b.encode().replace('a'.encode(), b.encode()) }}",
+    "replace by name": _BIG + "{{ b|replace(new=b, old='a') }}",
+    "sum": "{{ ([[0] * 10**6] * 1000)|sum(start=[]) }}",
+    "urlize": _BIG + "{{ ('http://a.co ' * 10**4)|urlize(target=b) }}",
+    "round": "{{ 5|round(-10**8) }}",
+    "split": "{{ ('aa,' * 10**7).split(',') }}",
+    "list": "{{ ('a' * 10**8)|list }}",
+    "digits of another script": "{{ '{:\u0661\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660}'.format(1) }}",
+    "format of an attribute": _BIG + "{% for x in [b, 1] %}{{ ('{0.previtem}' * 10**4).format(loop) }}{% endfor %}",
+    "wide text": "{{ 'a' * 2 * 10**8 ~ '\u2713' }}",
+    "text of a macro": "{% macro f() %}" + loop(loop("{{ i }}" * 100)) + "{% endmacro %}{{ f() }}",
 }  # fmt: skip
 
 
@@ -110,8 +122,8 @@ def memory(name: str) -> int:
 
 NAMED = {
     "str * int": r"str \* 10000000000 needs", "power": r"int \*\* 100000000", "%d": "str % 1",
-    "format": "str.format with '1000000000'", "center": "the filter center", "ljust": "str.ljust",
-    "~": "the operator ~", "loops": "a loop|its text", "indent": "the filter indent", "lists, doubled": "its text",
+    "format": "str.format needs", "center": "the filter center", "ljust": "str.ljust",
+    "~": "the filter ~", "loops": "a loop|its text", "indent": "the filter indent", "lists, doubled": "its text",
 }  # fmt: skip
 
 
