@@ -39,8 +39,9 @@ CONVERSION = "v3"
 
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 KEPT_TYPES = (*BLOCK_TYPES, *FLOATS)  # other types are dequantised
-MAX_AXES = 4  # of a tensor in ggml
 ROPE_FACTORS = "rope_freqs.weight"
+# By type of a value.
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 # Metadata that changes the computation of a Llama, with the values that have no effect.
 NEUTRAL = {
     **dict.fromkeys(("expert_count", "attention.sliding_window", "attention.scale"), (0,)),
@@ -94,36 +95,24 @@ class StoredTensor:
 class _Reader:
     """Reads a GGUF file from the start. Every length is compared with the bytes that are left."""
 
-    NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
-    TEXT, ARRAY = 8, 9  # types of values that are no numbers
+    TEXT, ARRAY = 8, 9
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at, self.field = data, 0, "its header"
 
-    @property
-    def left(self) -> int:
-        return len(self.data) - self.at
-
-    def too_long(self, length: str) -> CheckpointError:
-        place = f"byte {self.at} of {len(self.data)}"
-        return CheckpointError(f"{self.field} has {length} from {place} on: a damaged or truncated GGUF file")
-
     def numbers(self, dtype: Any, count: int) -> np.ndarray:
         start, size = self.at, np.dtype(dtype).itemsize
-        if count * size > self.left:
-            raise self.too_long(f"{count} x {size} bytes")
         self.at += count * size
+        if self.at > len(self.data):
+            place = f"{count} x {size} bytes from byte {start} of {len(self.data)} on"
+            raise CheckpointError(f"{self.field} has {place}: a damaged or truncated GGUF file")
         return self.data[start : self.at].view(dtype)
 
     def number(self, dtype: str) -> Any:
         return self.numbers(dtype, 1)[0].item()
 
     def text(self) -> str:
-        data = self.numbers("u1", self.number("<u8")).tobytes()
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.field} is not UTF-8 ({error.reason})") from error
+        return self.numbers("u1", self.number("<u8")).tobytes().decode()
 
     def named(self, kind: str) -> str:
         """The name of the next field."""
@@ -136,30 +125,30 @@ class _Reader:
         if (kind := self.number("<u4")) == self.TEXT:
             return self.text()
         if kind != self.ARRAY:
-            return self.number(self.dtype(kind))
+            return self.number(NUMBERS[kind])
         kind, count = self.number("<u4"), self.number("<u8")
-        if kind != self.TEXT:
-            return self.numbers(self.dtype(kind), count).tolist()
-        if 8 * count > self.left:
-            raise self.too_long(f"{count} texts")
-        return [self.text() for _ in range(count)]
-
-    def dtype(self, kind: int) -> str:
-        if kind >= len(self.NUMBERS) or (dtype := self.NUMBERS[kind]) is None:
-            raise CheckpointError(f"{self.field} has values of type {kind}; numbers, texts and arrays of them are read")
-        return dtype
+        if kind != self.TEXT:  # an array in an array is refused, too
+            return self.numbers(NUMBERS[kind], count).tolist()
+        return [self.text() for _ in range(count)]  # ends at the file's end, whatever the count
 
 
 def _read(file: Path) -> tuple[Settings, dict[str, StoredTensor]]:
-    gguf = need("gguf", "gguf", "GGUF files")
     try:
-        data = np.memmap(file, np.uint8, "r")
+        read = _Reader(np.memmap(file, np.uint8, "r").view(np.ndarray))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"not a readable GGUF file ({error})") from error
-    if data[:4].tobytes() != b"GGUF":
-        raise CheckpointError(f"not a GGUF file: it starts with {data[:4].tobytes()!r}")
-    read = _Reader(data.view(np.ndarray))
-    read.at = 4
+    try:
+        return _contents(read)
+    except CheckpointError:
+        raise
+    except Exception as error:  # such as an unknown type, and a text that is not UTF-8
+        raise CheckpointError(f"{read.field} is damaged or not supported ({error!r:.300})") from error
+
+
+def _contents(read: _Reader) -> tuple[Settings, dict[str, StoredTensor]]:
+    gguf = need("gguf", "gguf", "GGUF files")
+    if (start := read.numbers("u1", 4).tobytes()) != b"GGUF":
+        raise CheckpointError(f"not a GGUF file: it starts with {start!r}")
     if (version := read.number("<u4")) not in (2, 3):
         raise CheckpointError(f"GGUF version {version}; supported: 2, 3 (little-endian)")
     tensors, keys = read.number("<u8"), read.number("<u8")
@@ -172,12 +161,8 @@ def _read(file: Path) -> tuple[Settings, dict[str, StoredTensor]]:
     for _ in range(tensors):
         if (name := read.named("tensor")) in placed:
             raise CheckpointError(f"{read.field} is there twice")
-        if (axes := read.number("<u4")) > MAX_AXES:
-            raise CheckpointError(f"{read.field} has {axes} axes; at most {MAX_AXES} are possible")
-        shape, kind = tuple(read.numbers("<u8", axes).tolist()[::-1]), read.number("<u4")
-        if kind not in gguf.GGML_QUANT_SIZES:
-            raise CheckpointError(f"{read.field} has the unknown type {kind}")
-        placed[name] = gguf.GGMLQuantizationType(kind).name, shape, read.number("<u8")
+        shape = tuple(read.numbers("<u8", read.number("<u4")).tolist()[::-1])
+        placed[name] = gguf.GGMLQuantizationType(read.number("<u4")).name, shape, read.number("<u8")
     if (alignment := metadata.integer("general.alignment", 32)) & (alignment - 1):
         raise metadata.invalid("general.alignment", alignment, "a power of two")
     start, found = -(-read.at // alignment) * alignment, dict[str, StoredTensor]()
