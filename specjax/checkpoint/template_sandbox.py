@@ -99,8 +99,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters: Any = _Filters(self.filters | own)
         del self.globals["lipsum"]
 
-    def _parse(self, *args: Any) -> nodes.Template:
-        return _Filtered().visit(super()._parse(*args))
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Filtered().visit(super()._parse(source, name, filename))
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Joins the text of a template, or of a part of it."""
@@ -148,7 +148,7 @@ class _Filtered(NodeTransformer):
         return node
 
 
-def _filter(name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+def _filter(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
 
 
@@ -189,9 +189,9 @@ def _result_size(name: str, value: Any, *args: Any) -> int:
     if name in ("format", "format_map"):
         return _format_size(value, args)
     if name == "replace" and len(args) > 1:
-        text = value if isinstance(value, bytes) else str(value)
-        first, second = (arg if isinstance(arg, bytes) else str(arg) for arg in args[:2])  # in any order, if named
-        return 4 * (len(text) + text.count(first) * len(second) + text.count(second) * len(first))
+        text, first, second = (each if isinstance(each, bytes) else str(each) for each in (value, *args[:2]))
+        counts: Any = text.count  # of old and new, in any order, because they may be named
+        return 4 * (len(text) + counts(first) * len(second) + counts(second) * len(first))
     return _text_size(value) * (8 + sum(map(_units, args)))
 
 
