@@ -106,7 +106,7 @@ def load(
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
-    checkpoint.check_tensors(files, config)  # before anything has the config's sizes
+    checked = checkpoint.check_tensors(files, config)  # before anything has the config's sizes
     devices, groups = 1 if mesh is None else mesh.size, group_count(mesh)
     check_experts(config, groups)
     served = fitted(config, devices, groups=groups)
@@ -130,7 +130,9 @@ def load(
             loaded = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress, mesh)
         else:
             loaded = _load_head(chosen, files, config, reading, quantization, progress, mesh)
-        weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress, mesh=mesh)
+        weights = checkpoint.load_params(
+            files, config, quantization=quantization, progress=progress, mesh=mesh, checked=checked
+        )
         tokenizer = reading.result()
     # Compiled in the background for the next start.
     threading.Thread(target=repacking.prepare, name="specjax-repacking", daemon=True).start()

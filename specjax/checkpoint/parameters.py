@@ -29,7 +29,7 @@ from specjax.checkpoint.quantised import (
     one_element_a_block,
     quantised,
 )
-from specjax.checkpoint.weights import ModelFiles, TensorEntry
+from specjax.checkpoint.weights import ModelFiles, TensorEntry, is_finite
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.models import params as declarations
 from specjax.models import table
@@ -59,6 +59,7 @@ class ArrayEntry(NamedTuple):
     """A tensor that is an array already, with the members of a `TensorEntry` that loading needs."""
 
     array: np.ndarray
+    source: str
 
     @property
     def size(self) -> int:
@@ -78,6 +79,7 @@ def load_params(
     quantization: str = "auto",
     progress: bool = True,
     mesh: Mesh | None = None,
+    checked: tuple[Table, Sizes, Entries] | None = None,
 ) -> dict[str, Any]:
     """Read the parameters that ``specjax.models.table(config)`` declares. Host memory holds a few leaves at a time.
 
@@ -87,10 +89,11 @@ def load_params(
         weights are quantised (``specjax_kernels.quantise``); see ``effective_quantization``.
       mesh: devices that share the model. Each reads its part of the files, and the parameters have the shapes of
         ``specjax.parallel.sharding.fitted(config, ...)``.
+      checked: the result of ``check_tensors``; None: it is called here.
 
     Raises CheckpointError if a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
-    declared, sizes, tensors = check_tensors(files, config)
+    declared, sizes, tensors = checked or check_tensors(files, config)
     return fill_parameters(
         files.name, declared, sizes, tensors, config, config.dtype, quantization, tied=config.tied_embeddings,
         mesh=mesh, progress=progress,
@@ -167,13 +170,17 @@ def fill_parameters(
         scope, leaf, rules = item
         entries = [tensors[rule.tensor] for rule in rules]
         count, shape = sum(entry.size for entry in entries), leaf.shape(sizes)
+        if quantization not in ("auto", "none"):
+            refuse_not_finite([entry.read() for entry in entries], entries)
         host = _quantised_leaf(entries, scope, leaf, sizes, rules, quantization, keeps_half, tied)
-        if on_mesh is not None:
-            if host is not None:
-                return on_mesh.place_quantised(host, leaf, shape, dtype), count
-            return on_mesh.place(leaf, shape, leaf.dtype or HOST_DTYPES[dtype], rules, tensors), count
-        if host is None:
-            host = fill_leaf(shape, leaf.dtype or HOST_DTYPES[dtype], rules, (entry.read() for entry in entries))
+        leaf_dtype = leaf.dtype or HOST_DTYPES[dtype]
+        if on_mesh is not None and host is not None:
+            host = on_mesh.place_quantised(host, leaf, shape, dtype)
+        elif on_mesh is not None:
+            host = on_mesh.place(leaf, shape, leaf_dtype, rules, tensors)
+        elif host is None:
+            host = fill_leaf(shape, leaf_dtype, rules, (entry.read() for entry in entries))
+        refuse_not_finite(host, entries)
         return host, count
 
     total = sum(tensors[rule.tensor].size for _, _, rules in leaves for rule in rules)
@@ -195,6 +202,28 @@ def fill_parameters(
     if on_mesh is not None:
         on_mesh.widened.tell(name)
     return params
+
+
+def refuse_not_finite(leaf: Any, entries: Sequence[Source]) -> None:
+    """Raise CheckpointError if a leaf has NaN or infinity, as one of its tensors has. Scales are contiguous in a leaf,
+    and not in the blocks of a file, where their check takes three times as long."""
+    import jax
+    from jax import numpy as jnp
+
+    def finite(array: Any) -> bool:
+        if not isinstance(array, jax.Array):
+            return is_finite(array)
+        shards = array.addressable_shards if jnp.issubdtype(array.dtype, jnp.inexact) else ()
+        return all(bool(jnp.isfinite(shard.data).all()) for shard in shards)
+
+    if all(map(finite, jax.tree.leaves(leaf))):
+        return
+    for entry in entries:
+        if isinstance(entry, QuantisedEntry):
+            refuse_not_finite([part.read(integers=True) for part in entry.tensors], entry.tensors)
+        if not is_finite(entry.read(integers=True) if isinstance(entry, TensorEntry) else entry.read()):
+            problem = "has NaN or infinity; copy or download it again, or convert it again"
+            raise CheckpointError(f"{entry.source} {problem}")
 
 
 def ahead(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:

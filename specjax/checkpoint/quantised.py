@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Settings, damaged, invalid, listed, unsupported
-from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, check_finite, save_shards
+from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
 
 if TYPE_CHECKING:
@@ -47,27 +47,6 @@ _UNUSED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class QuantisedEntry:
-    """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
-
-    shape: tuple[int, ...]
-    load: Callable[[], Quantised]
-    size: int  # bytes in the files
-
-    def read(self) -> np.ndarray:
-        """float32 [out, in]; of stacked experts [experts, in, out]."""
-        from specjax_kernels import dequantise
-
-        matrix = np.asarray(dequantise(self.load()))
-        if len(self.shape) == 2:
-            return matrix.reshape(self.shape)
-        return matrix.reshape(self.shape[0], -1, self.shape[1]).swapaxes(1, 2)
-
-
-Entries = dict[str, TensorEntry | QuantisedEntry]
-
-
 class Parts(NamedTuple):
     stem: str  # name of a quantised matrix
     entries: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
@@ -80,6 +59,41 @@ class Parts(NamedTuple):
         if name not in self.entries:
             raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
         return self.entries[name].read(integers=True)
+
+
+@dataclass(frozen=True)
+class QuantisedEntry:
+    """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
+
+    shape: tuple[int, ...]
+    load: Callable[[], Quantised]
+    parts: Parts
+
+    @property
+    def tensors(self) -> list[TensorEntry]:
+        return list(self.parts.entries.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes in the files."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def source(self) -> str:
+        return self.parts.label
+
+    def read(self) -> np.ndarray:
+        """float32 [out, in]; of stacked experts [experts, in, out]."""
+        from specjax_kernels import dequantise
+
+        with np.errstate(invalid="ignore"):  # of NaN, which loading refuses
+            matrix = np.asarray(dequantise(self.load()))
+        if len(self.shape) == 2:
+            return matrix.reshape(self.shape)
+        return matrix.reshape(self.shape[0], -1, self.shape[1]).swapaxes(1, 2)
+
+
+Entries = dict[str, TensorEntry | QuantisedEntry]
 
 
 class Format(NamedTuple):
@@ -107,10 +121,9 @@ def matrices(files: ModelFiles) -> Entries:
             continue
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
         parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
-        size = sum(entry.size for entry in parts.entries.values())
         with damaged(parts.label):
             shape = stored.shape(parts)
-        entries[f"{stem}.{stored.name}"] = QuantisedEntry(shape, partial(_load, stored, parts, shape), size)
+        entries[f"{stem}.{stored.name}"] = QuantisedEntry(shape, partial(_load, stored, parts, shape), parts)
         used |= set(names.values())
     if not entries:
         method = section.get("quant_method")
@@ -128,8 +141,6 @@ def _load(stored: Format, parts: Parts, shape: tuple[int, ...]) -> Quantised:
             sizes = listed(array.shape for array in (matrix.codes, *scales))
             problem = f"is {list(shape)}, and its codes and scales are {sizes}"
             raise CheckpointError(f"{parts.label} {problem}; use the config.json that was saved with these weights")
-        for array in scales:  # those in GGUF's blocks are not checked as they are read
-            check_finite(array, parts.label)
         return matrix
 
 

@@ -50,6 +50,10 @@ class TensorEntry:
     start: int  # its first byte in the file
 
     @property
+    def source(self) -> str:
+        return f"tensor {self.name} in {self.file}"
+
+    @property
     def size(self) -> int:
         """Bytes, or the number of elements of an unsupported type."""
         dtype = (DTYPES | INTEGERS).get(self.dtype)
@@ -59,8 +63,7 @@ class TensorEntry:
         """A read-only view of the file. The type must be in ``DTYPES``, or with ``integers`` in ``INTEGERS``."""
         dtypes = DTYPES | INTEGERS if integers else DTYPES
         if self.dtype not in dtypes:
-            source = f"tensor {self.name} in {self.file}"
-            raise CheckpointError(f"{source} has type {self.dtype}; supported: {listed(dtypes)}")
+            raise CheckpointError(f"{self.source} has type {self.dtype}; supported: {listed(dtypes)}")
         try:
             if 0 in self.shape:  # mmap refuses an empty range
                 return np.empty(self.shape, dtypes[self.dtype])
@@ -69,12 +72,10 @@ class TensorEntry:
             with self.file.open("rb") as stream:
                 length = before + count * dtypes[self.dtype].itemsize
                 mapped = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_READ, offset=self.start - before)
-            array = np.frombuffer(mapped, dtypes[self.dtype], count, before).reshape(self.shape)
+            return np.frombuffer(mapped, dtypes[self.dtype], count, before).reshape(self.shape)
         except (OSError, ValueError) as error:
-            source = f"tensor {self.name} in {self.file}, of shape {self.shape!r:.80},"
-            raise CheckpointError(f"{source} cannot be read ({error})") from error
-        check_finite(array, f"tensor {self.name} in {self.file}")
-        return array
+            problem = f"of shape {self.shape!r:.80}, cannot be read ({error})"
+            raise CheckpointError(f"{self.source}, {problem}") from error
 
 
 # The bits of infinity, or of FP8's NaN. No finite number has all of them.
@@ -88,13 +89,13 @@ _NOT_FINITE = {
 FINITE_BLOCK = 2**19  # bytes; later reductions read them from a core's cache
 
 
-def check_finite(array: np.ndarray, source: str) -> None:
-    """Raise CheckpointError if a float array has NaN or infinity.
+def is_finite(array: np.ndarray) -> bool:
+    """False if a float array has NaN or infinity.
 
     Numbers below 2 lack a bit of infinity, so that one reduction is enough for most weights. Else positive numbers are
     compared as signed integers, negative ones as unsigned: those that are not finite have the largest bits."""
     if (limit := _NOT_FINITE.get(array.dtype.name)) is None:
-        return
+        return True
     size = array.dtype.itemsize
     flat, step = array.reshape(-1), FINITE_BLOCK // size
     for start in range(0, len(flat), step):
@@ -102,7 +103,8 @@ def check_finite(array: np.ndarray, source: str) -> None:
         if int(np.bitwise_or.reduce(block)) & limit < limit:
             continue
         if block.view(f"i{size}").max() >= limit or block.max() >= limit + (1 << 8 * size - 1):
-            raise CheckpointError(f"{source} has NaN or infinity; copy or download it again, or convert it again")
+            return False
+    return True
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -11,7 +11,7 @@ from tiny_checkpoints import save_llama, write_gguf
 from tiny_heads import save_head
 
 from specjax.checkpoint import CheckpointError, gguf, load_head, model_config
-from specjax.checkpoint.weights import check_finite
+from specjax.checkpoint.weights import is_finite
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -22,13 +22,12 @@ def test_each_type(dtype, value):
     limits = ml_dtypes.finfo(dtype)
     array = np.full((3, 200_001), limits.max, dtype)
     array[1], array[2, ::1000] = limits.min, 1
-    check_finite(array, "x")
+    assert is_finite(array)
     for place in ((0, 0), (1, 3), (2, 200_000)):
         changed = array.copy()
         changed[place] = value
         for view in (changed, changed[::-1], changed.T):
-            with pytest.raises(CheckpointError, match="x has NaN or infinity"):
-                check_finite(view, "x")
+            assert not is_finite(view)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
