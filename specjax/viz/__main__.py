@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", "--model-path", default=BUILT_IN_MODEL, help=target)
     parser.add_argument(
         "--draft", default=Auto.algorithm, metavar="NAME",
-        help="an algorithm, or module:function for a drafter of your own, whose folder is in PYTHONPATH (default: AUTO)",
+        help="an algorithm, or module:function for a drafter of your own (its folder in PYTHONPATH); default: AUTO",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--step", type=int, help="step to draw, from 1 (default: the step with most accepted drafts)")
