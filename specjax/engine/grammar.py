@@ -191,7 +191,8 @@ class Grammars:
 
     def holds(self, grammar: Grammar) -> bool:
         """True if a grammar is compiled, in any `turn`."""
-        return any((held.kind, held.source) == (grammar.kind, grammar.source) for held in list(self._cache))
+        with self._lock:
+            return any((held.kind, held.source) == (grammar.kind, grammar.source) for held in self._cache)
 
     def compiled(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -313,6 +315,32 @@ def test_threads_share_compiled_grammars():
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
+
+
+def test_cache_is_searched_while_grammars_come_and_go():
+    """The server's event loop asks `holds` while a thread compiles."""
+    cache, ended = grammars(), threading.Event()
+    compiled = cache.compiled(Grammar("regex", "a"))
+
+    def change() -> None:
+        for i in itertools.count():
+            if ended.is_set():
+                return
+            cache._store(Grammar("regex", f"{i}"), compiled)
+            cache.forget(Grammar("regex", f"{i - 40}"))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            changing = pool.submit(change)
+            try:
+                assert not any(cache.holds(Grammar("regex", "never")) for _ in range(3000))
+            finally:
+                ended.set()
+            changing.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
