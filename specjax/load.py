@@ -194,7 +194,7 @@ def requested(
     drafter: Drafter | DrafterFactory | None = None,
 ) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
     """Resolves `draft` to options and a drafter; raises ValueError or TypeError for errors that need no model files."""
-    if drafter is not None and not (isinstance(drafter, (Drafter, Speculation)) or callable(drafter)):
+    if drafter is not None and not callable(getattr(drafter, "propose", drafter)):
         raise TypeError(f"drafter must be a Drafter or a function of the Target that makes one, got {drafter!r:.60}")
     if drafter is not None and draft != Auto.algorithm:
         raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")

@@ -31,7 +31,7 @@ TOY = tiny_llama(5)
 MODEL = replace(TOY.target.config, max_positions=8192)
 TARGET, WIDE = (TOY.target._replace(config=replace(MODEL, vocab_size=size)) for size in (MODEL.vocab_size, 2000))
 A_TOKEN = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4
-NGRAM_TOKEN = 12 * 4 // 16
+NGRAM_TOKEN = 6 * 4 // 16
 PAGE_TABLES = 64 * 4 * 8192 // 16
 
 
