@@ -226,6 +226,8 @@ class HeadConfig(GroupedHeads):
         mlp_bias: whether the MLP has biases.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
         norm_before_fc: EAGLE-3: whether a norm over all F channels precedes the layer that joins the features.
+        fc_norm: EAGLE-3.1: whether a norm of each auxiliary layer's output precedes that layer.
+        norm_output: EAGLE-3.1: whether the next feature is the normalised output.
         logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
         max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
         dtype: dtype of parameters, activations and pages.
@@ -252,6 +254,8 @@ class HeadConfig(GroupedHeads):
     mlp_bias: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     logit_softcap: float | None = None
     max_positions: int | None = None
     dtype: str = "float32"

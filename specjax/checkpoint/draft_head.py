@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -68,20 +68,29 @@ _RENAMED = (
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _OWNER = "Eagle3"  # the options with `aux_layers`
 _OVERRIDE = "EAGLE3's option aux_layers sets the layers, whatever config.json says"
-_EAGLE31, _P_EAGLE = "EAGLE-3.1", "P-EAGLE"
-# Keys of variants that are not supported, at the top level or in `eagle_config`. Some have no tensor of their own: a
-# head with norm_output or return_hidden_post_norm reads its normed outputs.
+_P_EAGLE = "P-EAGLE"
+# EAGLE-3.1: SGLang's older name and TensorRT-LLM's of a key, and prefixes of the norms' tensors.
+_OTHER_NAMES = {"fc_norm": "use_aux_norm", "norm_output": "return_hidden_post_norm"}
+_NORM_TENSORS = {"norm_before_fc": "input_norm.", "fc_norm": "fc_norm."}
+# Keys of variants that are not supported, at the top level or in `eagle_config`.
 _UNSUPPORTED = {
-    "fc_norm": _EAGLE31, "use_aux_norm": _EAGLE31, "norm_output": _EAGLE31, "return_hidden_post_norm": _EAGLE31,
     "eh_proj_before_attn": "the embedding projected before attention", "layernorms": "norms of EAGLE-1's inputs",
     "parallel_drafting": _P_EAGLE, "ptd_token_id": _P_EAGLE,
 }  # fmt: skip
 
 
+class _Given(NamedTuple):
+    """Options of drafters that override a head's config.json."""
+
+    sample_from_anchor: bool | None = None
+    aux_layers: Sequence[int] | None = None
+    norm_output: bool | None = None
+
+
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
-    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None,
+    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
@@ -91,7 +100,7 @@ def load_head(
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, ``mtp`` for a layer such as MiMo's in a folder of its own, or
         ``block`` (DFlash, DSpark, DFlash2, JetSpec).
       sample_from_anchor: for ``block``, see `specjax.Block`.
-      aux_layers: for ``eagle3``, see `specjax.Eagle3`.
+      aux_layers, norm_output: for ``eagle3``, see `specjax.Eagle3`.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
     Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
@@ -101,7 +110,8 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        tensors, config, ids = _describe(name, folder, target, kind, sample_from_anchor, aux_layers)
+        given = _Given(sample_from_anchor, aux_layers, norm_output)
+        tensors, config, ids = _describe(name, folder, target, kind, given)
         # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
@@ -124,18 +134,19 @@ def load_head(
 
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
-    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None,
+    sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
 ) -> HeadConfig:  # fmt: skip
     """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
+        given = _Given(sample_from_anchor, aux_layers, norm_output)
         if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
-            return _describe(name, folder, target, kind, sample_from_anchor, aux_layers)[1]
+            return _describe(name, folder, target, kind, given)[1]
         settings = read_json(folder / "config.json", name)
         if kind == BlockConfig.kind:
             return block_config(settings, target, sample_from_anchor=sample_from_anchor)
-        return _published(layer_config(settings), target, head_spec(kind), aux_layers)
+        return _published(layer_config(settings), target, head_spec(kind), given)
 
 
 def _describe_block(
@@ -156,16 +167,11 @@ def _describe_block(
 
 
 def _describe(
-    name: str,
-    folder: Path,
-    target: ModelConfig,
-    kind: str,
-    sample_from_anchor: bool | None,
-    aux_layers: Sequence[int] | None,
+    name: str, folder: Path, target: ModelConfig, kind: str, given: _Given
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary."""
     if kind == BlockConfig.kind:
-        return _describe_block(name, folder, target, sample_from_anchor)
+        return _describe_block(name, folder, target, given.sample_from_anchor)
     spec = head_spec(kind)
     settings = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
@@ -174,7 +180,7 @@ def _describe(
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    fields = _config_fields(settings, target, spec, head_dim, aux_layers)
+    fields, aux_layers = _config_fields(settings, target, spec, head_dim, given), given.aux_layers
     if aux_layers is not None and tensors.arrays[FC].shape[1] != (width := len(aux_layers) * target.hidden_size):
         problem = (
             f"has {len(aux_layers)} layers, {width} channels of the target; {tensors.label(FC)} is for another number"
@@ -202,7 +208,7 @@ def _describe(
     return tensors, config, ids
 
 
-def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, aux_layers: Sequence[int] | None) -> HeadConfig:
+def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _Given) -> HeadConfig:
     """The description of a head without weights, with the tensors of published heads."""
     (heads, kv_heads), width = read_heads(settings), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
@@ -219,15 +225,23 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, aux_laye
         fc_bias=bool(settings.optional("bias", spec.absent_bias)),
         attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
         mlp_bias=settings.boolean("mlp_bias"),
-        **_config_fields(settings, target, spec, head_dim, aux_layers),
+        **_config_fields(settings, target, spec, head_dim, given),
     )
 
 
 def _config_fields(
-    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: Sequence[int] | None
+    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: _Given
 ) -> dict[str, Any]:
-    """The fields of `HeadConfig` that depend on config.json, the target and the option `aux_layers` alone."""
-    aux_layers = aux_layer_ids(settings, target.num_layers, target.family, given) if spec.reads_layers else ()
+    """The fields of `HeadConfig` that depend on config.json, the target and the options alone."""
+    layers = given.aux_layers
+    aux_layers = aux_layer_ids(settings, target.num_layers, target.family, layers) if spec.reads_layers else ()
+    stated = {} if given.norm_output is None else {"norm_output": given.norm_output}
+    # Absent means false, as in speculators' schema and in the authors' heads.
+    norms = {key: _flag(settings, key) for key in ("norm_before_residual", "norm_before_fc")}
+    norms |= {key: stated[key] if key in stated else _agreed_flag(settings, key) for key in _OTHER_NAMES}
+    if not spec.reads_layers and any(norms.values()):
+        key = next(key for key, value in norms.items() if value)
+        raise unsupported(key, True, f"false ({spec.algorithm} heads lack this norm, EAGLE3 heads may have it)")
     positions = settings.integer("max_position_embeddings", 2048)
     # An absent theta is 10000, independent of the target's.
     rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
@@ -239,9 +253,7 @@ def _config_fields(
         "rope": rope,
         "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
-        # Absent means false, as in speculators' schema and in the authors' heads.
-        "norm_before_residual": spec.reads_layers and _flag(settings, "norm_before_residual"),
-        "norm_before_fc": spec.reads_layers and _flag(settings, "norm_before_fc"),
+        **norms,
         "dtype": target.dtype,
     }
 
@@ -334,10 +346,9 @@ def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig
     shapes = {tensors.names[name]: array.shape for name, array in arrays.items()}
     expected = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
     problems = misfits(shapes, expected, f"{spec.algorithm} heads", optional)
-    if any(name.startswith(("fc_norm", "norm_output")) for name in arrays):
-        problems += " (EAGLE-3.1, whose extra norms are not supported)"
-    if "input_norm.weight" in arrays and not config.norm_before_fc:
-        problems += " (input_norm is for heads whose config.json has norm_before_fc true)"
+    for key, prefix in _NORM_TENSORS.items():
+        if getattr(config, key) != any(name.startswith(prefix) for name in arrays):
+            problems += f" (a head has {prefix}* if and only if its config.json has {key} true)"
     _refuse_misfits(tensors, rules, "draft", problems)
 
 
@@ -425,6 +436,17 @@ def _either(settings: Settings, key: str) -> Any:
 
 def _flag(settings: Settings, key: str) -> bool:
     return Settings({key: _either(settings, key)}).boolean(key)
+
+
+def _agreed_flag(settings: Settings, key: str) -> bool:
+    """A key of `_OTHER_NAMES` under any name, at the top level or in ``eagle_config``: engines read different ones."""
+    sections = {"": settings, "eagle_config.": settings.section("eagle_config")}
+    names = [(at, name) for name in (key, _OTHER_NAMES[key]) for at in sections if sections[at].get(name) is not None]
+    stated = {at + name: sections[at].boolean(name) for at, name in names}
+    if len({*stated.values()}) > 1:
+        values = " and ".join(f"{name} is {value}" for name, value in stated.items())
+        raise CheckpointError(f"config.json: {values}, which differ; keep the one that the head was trained with")
+    return any(stated.values())
 
 
 def aux_layer_ids(

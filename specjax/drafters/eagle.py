@@ -102,19 +102,24 @@ def eagle_drafter(
 @documented
 @dataclass(frozen=True)
 class Eagle3(ModelOptions):
-    """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
+    """EAGLE-3 and EAGLE-3.1: a draft head that reads hidden states of three of the target's layers."""
 
     algorithm: ClassVar[str] = "EAGLE3"
     needs: ClassVar[str | None] = "a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
     trees: ClassVar[Mapping[str, TreeShape]] = {"llama": TreeShape(5, 4, 8)}
-    head_options: ClassVar[tuple[str, ...]] = ("aux_layers",)
+    head_options: ClassVar[tuple[str, ...]] = ("aux_layers", "norm_output")
 
     _: KW_ONLY
     aux_layers: tuple[int, ...] | tuple[str, ...] | None = setting(
         None, "layers of the target whose outputs the head reads, counted from 0, in the order of training; overrides "
         "the ids in the head's config, which some files count from the layers' inputs: the output of layer 1 is then 2",
         flag="speculative_aux_layers", metavar="LAYER", digits=True,
+    )  # fmt: skip
+    norm_output: bool | None = setting(
+        None, "whether each level reads the normalised output of the level before (EAGLE-3.1); overrides the head's "
+        "config, in which SpecForge before September 2026 wrote true for heads that it trained without",
+        flag="speculative_norm_output",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -61,6 +62,10 @@ class DraftHead:
         return head_spec(self.config.kind)
 
     @property
+    def _next_feature_normed(self) -> bool:
+        return self.spec.next_feature_normed or self.config.norm_output
+
+    @property
     def pages(self) -> Any:
         """The cache entry of a token: a pytree of `PageSpec`s, here a `KeyValue`."""
         return key_value_spec(self.config)
@@ -72,8 +77,14 @@ class DraftHead:
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as input of the head. Outputs of the head are used without this step."""
+        if not self.spec.reads_layers:
+            return features
         normed = self._norm(params, "joint_norm", features)
-        return linear(normed, params, "fc") if self.spec.reads_layers else features
+        if (weights := params.get("fc_norm")) is not None:  # [A, f], a norm of each layer's channels
+            apart = normed.reshape(*normed.shape[:2], *weights.shape)
+            norm = jax.vmap(partial(rms_norm, epsilon=self.config.norm_epsilon), in_axes=(2, 0), out_axes=2)
+            normed = norm(apart, weights).reshape(normed.shape)
+        return linear(normed, params, "fc")
 
     def forward(
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
@@ -83,7 +94,7 @@ class DraftHead:
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
         x, block = attention(x, params, rotation, positions, mask, past, backend=self.backend, residual=residual)
         out = gated_mlp(x, params, norm=self._norm_of(params, "mlp_norm"), residual=x)
-        return self._norm(params, "final_norm", out) if self.spec.next_feature_normed else out, block
+        return self._norm(params, "final_norm", out) if self._next_feature_normed else out, block
 
     def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> KeyValue:
         """The keys and values of a block, [B, N, K, E], as `forward` returns them."""
@@ -92,7 +103,7 @@ class DraftHead:
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits of features that `forward` returned."""
-        normed = out if self.spec.next_feature_normed else self._norm(params, "final_norm", out)
+        normed = out if self._next_feature_normed else self._norm(params, "final_norm", out)
         if self.config.own_head:
             return soft_cap(mesh.split(kernels.unembed(normed, params["head"]), 2), self.config.logit_softcap)
         return self.target.unembed(target_params, normed)

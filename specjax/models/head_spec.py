@@ -7,9 +7,10 @@ t, and predicts x_{t+2}. Deeper in a tree the feature is the head's output at th
     eagle3  g = fc(f), or out          out = g + attention(norm(e), norm(g)) + mlp(norm(.))   logits = head(norm(out))
     mtp     x = fc(norm(f), norm(e))   out = norm(x + attention(norm(x))  + mlp(norm(.)))   logits = target's head(out)
 
-`out` is the next feature. With `norm_before_fc`, eagle3's g is fc(norm(f)). A `HeadSpec` declares the differences
-between kinds. Sources: SafeAILab/EAGLE `cnets1.py`, `cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm
-`mimo_mtp.py`. Imports no jax.
+`out` is the next feature. EAGLE-3.1 normalises eagle3's f, as a whole (`norm_before_fc`) or by layers (`fc_norm`), and
+with `norm_output` the next feature is norm(out). A `HeadSpec` declares the differences between kinds. Sources:
+SafeAILab/EAGLE `cnets1.py`, `cnets.py`; EAGLE-3.1 arXiv 2605.09992 and vllm-project/vllm `llama_eagle3.py`; for mtp
+sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -19,11 +20,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.config import BlockConfig, HeadConfig
-from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
+from specjax.models.params import (
+    Leaf,
+    Part,
+    Scope,
+    Table,
+    Tensor,
+    attention_leaves,
+    dimensions,
+    linear,
+    mlp_leaves,
+    norm,
+)
 
 # Tensor names in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS` [W]: token id of the target minus that of
 # the head. `MASK` [V]: true for the target's tokens that the head has.
 LAYER = "midlayer."  # prefix of the decoder layer's tensors
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1: fields of `HeadConfig`, keys of config.json
 FC, EMBED, HEAD, OFFSETS, MASK = "fc.weight", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
@@ -129,9 +142,12 @@ def head_table(config: HeadConfig) -> Table:
         *mlp_leaves(bias=config.mlp_bias),
     )
     final_norm = (spec.final_norm,) if spec.final_norm else ()
-    joint_norm = (norm("joint_norm", "input_norm.weight", letters="F"),) if config.norm_before_fc else ()
+    joint_norm = norm("joint_norm", "input_norm.weight", letters="F")
+    each = tuple(Tensor(f"fc_norm.{i}.weight", "f", (Part("A", offset=i),)) for i in range(len(config.aux_layers)))
+    norms = (joint_norm, config.norm_before_fc), (Leaf("fc_norm", "A f", each, init="ones"), config.fc_norm)
+    feature_norms = tuple(leaf for leaf, present in norms if present)
     fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
-    return Scope((*joint_norm, *fc)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
+    return Scope((*feature_norms, *fc)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
 
 
 def _own_ends(config: HeadConfig) -> tuple[Leaf, ...]:
@@ -190,7 +206,8 @@ def _walk_leaves(config: BlockConfig) -> tuple[Leaf, ...]:
 
 
 def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
-    """Sizes of the letters of `head_table`. W: the head's vocabulary, F: input of `fc`, J: input of attention."""
+    """Sizes of the letters of `head_table`. W: the head's vocabulary, F: input of `fc`, J: input of attention, A:
+    auxiliary layers, f: channels of each."""
     if isinstance(config, BlockConfig):
         rank, width = config.rank, config.hidden_size
         walk = {"r": rank, "3": 3, "J": width + rank, "Y": width + 2 * rank}
@@ -202,5 +219,7 @@ def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
         "V": target_vocab_size,
         "W": config.vocab_size,
         "F": config.feature_size if spec.reads_layers else 2 * width,
+        "A": len(config.aux_layers),
+        "f": config.feature_size // max(len(config.aux_layers), 1),
         "J": spec.query_parts * width,
     }

@@ -4,11 +4,14 @@ Tensors have the names and layouts of published heads, from the tables that load
 
 - SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: `architectures` selects the class; `target_hidden_size`, the
   width of each of the three features, defaults to `hidden_size`; `draft_vocab_size`, null for the target's output
-  layer; d2t as offsets; no embedding; `bias` of fc, by default false for EAGLE-3 and true for EAGLE;
-  `eagle_config.norm_before_fc`. The target reads `eagle_config.eagle_aux_hidden_state_layer_ids`: see `_layer_ids`.
+  layer; d2t as offsets; no embedding; `bias` of fc, by default false for EAGLE-3 and true for EAGLE. The target reads
+  `eagle_config.eagle_aux_hidden_state_layer_ids`: see `_layer_ids`.
 - vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. It also
   reads layers at the top level, where id j is the input of layer j; so both are written. It adds `Eagle` before the
   architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
+- EAGLE-3.1: SGLang, vLLM and TensorRT-LLM read `fc_norm` and `norm_output` at the top level and `norm_before_fc` in
+  `eagle_config`, speculators reads all at the top level; so each is written in both places. Of `fc_norm` and
+  `norm_before_fc` together, TensorRT-LLM applies the first only; speculators refuses them.
 - SafeAILab/EAGLE, `cnets.py`: loads the target's embedding only without `target_hidden_size` (otherwise it drafts from
   a random one), so the key is omitted if the two widths are equal; `type` in `rope_scaling`.
 - SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v. Only engines that
@@ -38,7 +41,7 @@ from specjax.checkpoint.hf_config import LAYER_TYPES, hf_rope_scaling
 from specjax.checkpoint.parameters import HOST_DTYPES
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
 from specjax.config import BlockConfig, HeadConfig, ModelConfig
-from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_table
+from specjax.models.head_spec import MASK, NORMS, OFFSETS, head_sizes, head_spec, head_table
 from specjax.models.params import map_leaves, placements, tensors_of
 
 CONFIG_NAME, CARD_NAME = "config.json", "README.md"
@@ -162,8 +165,8 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
             "draft_vocab_size": config.vocab_size if config.own_head else None,
             "norm_before_residual": config.norm_before_residual, **_layer_ids(config.aux_layers, target.family),
         }  # fmt: skip
-        if config.norm_before_fc:
-            described["norm_before_fc"] = described["eagle_config"]["norm_before_fc"] = True
+        norms = {norm: True for norm in NORMS if getattr(config, norm)}
+        described |= norms | {"eagle_config": described["eagle_config"] | norms}
     return described
 
 

@@ -20,7 +20,7 @@ from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.drafters import Drafter, TreeShape, block_drafter, eagle_drafter
 from specjax.models import make_target
 from specjax.models.draft_head import init_head_params, output_columns
-from specjax.models.head_spec import ALGORITHMS
+from specjax.models.head_spec import ALGORITHMS, NORMS
 from specjax.models.target import Target
 from specjax.train.data import Rows
 from specjax.train.export import check_first_layer
@@ -62,6 +62,9 @@ class HeadDraft:
         self._objective = objective(name, options.loss) if block is None else block_objective(options)
         if block is None and options.block != BlockSettings():
             raise ValueError(f"the settings of [block] are for --draft {', '.join(BLOCKS)}, not {name}")
+        readers = [spec.algorithm for spec in ALGORITHMS.values() if spec.reads_layers]
+        if name not in readers and (norms := [norm for norm in NORMS if getattr(settings, norm)]):
+            raise ValueError(f"--{norms[0].replace('_', '-')} is for --draft {', '.join(readers)}, not {name}")
         if settings.init_from is not None:
             table = None if block is None else options.block
             self.config, self._init_params = from_head(settings, source.config, table)
@@ -89,7 +92,8 @@ class HeadDraft:
             ids = draft_ids(rows, config.vocab_size, target.vocab_size, self._source.eos_ids) if config.mapped else None
             params = new_params(config, make_target(target), target_params, ids, seed=self._options.run.train_seed)
         weights, frozen = split_params(params)
-        if config.aux_layers and not config.norm_before_fc:  # other kinds read normalised features
+        normed = not config.aux_layers or config.norm_before_fc or config.fc_norm  # before fc
+        if not normed:
             teacher, batch = first_batch()
             self._scale = jnp.asarray(feature_scale(np.asarray(teacher.features), batch.segments))
             if self._init_params is not None:
@@ -124,6 +128,7 @@ class HeadDraft:
         """Size and layout, for the model card."""
         config, aux = self.config, self.config.aux_layers
         layers = f", reading the outputs of layers {', '.join(map(str, aux))}" if aux else ""
+        layers += "".join(f", {norm}" for norm in NORMS if getattr(config, norm))
         return (
             f"Decoder layers: {config.layers}, of width {config.hidden_size}; a vocabulary of {config.vocab_size} "
             f"tokens{layers}.\nTrained by `specjax train`, in a layout that other engines read (`train/export.py`)."
@@ -166,7 +171,8 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     fields: dict[str, Any] = _layer_fields(target) | dict.fromkeys(spec.biases, True)
     return HeadConfig(
         spec.kind, feature_size=target.hidden_size * (len(aux_layers) or 1), vocab_size=size, aux_layers=aux_layers,
-        own_head=spec.own_ends, mapped=size < target.vocab_size, **fields,
+        own_head=spec.own_ends, mapped=size < target.vocab_size,
+        **{norm: bool(getattr(settings, norm)) for norm in NORMS}, **fields,
     )  # fmt: skip
 
 
@@ -231,11 +237,13 @@ def from_head(
     assert settings.init_from is not None
     kind = ALGORITHMS[settings.draft].kind if block is None else BlockConfig.kind
     target = replace(target, dtype="float32")
-    head, loaded = checkpoint.load_head(settings.init_from, target, kind=kind)
+    head, loaded = checkpoint.load_head(settings.init_from, target, kind=kind, norm_output=settings.norm_output)
     params: dict[str, Any] = dict(loaded)
     stated: list[tuple[str, Any, Any]] = [
         ("--draft-vocab-size", settings.draft_vocab_size or None, head.vocab_size),
         ("--aux-layers", " ".join(settings.aux_layers) or None, " ".join(map(str, head.aux_layers))),
+        ("--norm-before-fc", settings.norm_before_fc or None, head.norm_before_fc),
+        ("--fc-norm", settings.fc_norm or None, head.fc_norm),
     ]
     if isinstance(head, BlockConfig) and block is not None:
         wanted = _walk_fields(settings.draft, block, head.hidden_size)

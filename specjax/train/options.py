@@ -47,6 +47,12 @@ class DraftSettings:
         (), "target layers, from 0, that the head reads; default: EAGLE3 1, L // 2 - 1 and L - 4; blocks z-lab's, as "
         "many as --draft-layers", metavar="LAYER",
     )  # fmt: skip
+    norm_before_fc: bool = setting(False, "EAGLE3: normalise the features of all layers together before fc")
+    fc_norm: bool = setting(False, "EAGLE3: normalise the features of each layer before fc (EAGLE-3.1)")
+    norm_output: bool | None = setting(
+        None, "EAGLE3: each round reads the normalised output of the round before (EAGLE-3.1); default: as in "
+        "--init-from, else not",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,17 @@ def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+NORMS = {  # fields that are true, by dialect
+    "eagle3-norm-before-residual": ("norm_before_residual",),
+    "eagle3-norm-before-fc": ("norm_before_residual", "norm_before_fc"),
+    "eagle3.1": ("fc_norm", "norm_output"),
+    "eagle3.1-automodel": ("fc_norm", "norm_output"),
+    "eagle3.1-speculators": ("norm_before_residual", "norm_before_fc", "norm_output"),
+    "eagle3.1-tensorrt": ("norm_before_fc", "norm_output"),
+    "eagle3.1-both-norms": ("norm_before_fc", "fc_norm"),
+}
+
+
 def target(**changes: Any) -> ModelConfig:
     fields: dict[str, Any] = {
         "family": "llama", "vocab_size": SIZES["target_vocab_size"], "hidden_size": SIZES["target_hidden_size"],
@@ -71,8 +82,11 @@ def test_dialects(tmp_path, dialect, format):
     assert config.fc_bias == ("fc_bias" in params) == (dialect in ("eagle", "eagle-qwen2"))
     assert config.attention_bias == ("qkv_bias" in params) == (dialect in ("eagle-qwen2", "mtp"))
     assert not config.output_bias and not config.mlp_bias
-    assert config.norm_before_residual == (dialect in ("eagle3-norm-before-residual", "eagle3-norm-before-fc"))
-    assert config.norm_before_fc == ("joint_norm" in params) == (dialect == "eagle3-norm-before-fc")
+    norms = NORMS.get(dialect, ())
+    assert {
+        key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)
+    } == {*norms}
+    assert ("joint_norm" in params) == ("norm_before_fc" in norms) and ("fc_norm" in params) == ("fc_norm" in norms)
     own = dialect in ("eagle3-own-embedding", "eagle3-speculators", "eagle3-norm-before-fc")
     assert config.own_embedding == ("embed" in params) == own
     assert config.own_head == ("head" in params) == (kind == "eagle3")
@@ -289,9 +303,18 @@ def test_aux_layers_option():
 # Keys of EAGLE heads that change the forward: the value, and the message of its refusal, or the field that it sets.
 KEYS: list[tuple[str, Any, str]] = [
     *(
-        (key, True, f"{key} is True; such heads (EAGLE-3.1) are not supported")
-        for key in ("fc_norm", "use_aux_norm", "norm_output", "return_hidden_post_norm")
+        (
+            key,
+            True,
+            "missing tensors: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight (a head has fc_norm.* if and "
+            "only if its config.json has fc_norm true)",
+        )
+        for key in ("fc_norm", "use_aux_norm")
     ),
+    ("norm_output", True, ""),
+    ("return_hidden_post_norm", True, ""),
+    ("norm_output", 0, "norm_output is 0; true or false is needed"),
+    ("return_hidden_post_norm", "true", "return_hidden_post_norm is 'true'; true or false is needed"),
     ("eh_proj_before_attn", True, "eh_proj_before_attn is True; such heads"),
     ("use_aux_hidden_state", False, "use_aux_hidden_state is False; supported: true (an EAGLE-3 head reads several"),
     ("parallel_drafting", True, "parallel_drafting is True; such heads (P-EAGLE) are not supported"),
@@ -343,7 +366,40 @@ def test_keys_that_change_the_forward(tmp_path, dialect, nested, changes, messag
         with pytest.raises(CheckpointError, match=re.escape(message)):
             saved(changes)
     else:
-        assert saved(changes) == replace(plain, **{k: v for k, v in changes.items() if k.startswith("norm_")})
+        fields = {"norm_output" if k.startswith("return") else k: v for k, v in changes.items() if "norm" in k}
+        assert saved(changes) == replace(plain, **fields)
+
+
+NORM_CONFLICTS = [
+    (
+        {"norm_output": True, "eagle_config": {"norm_output": False}},
+        "norm_output is True and eagle_config.norm_output is F",
+    ),
+    (
+        {"norm_output": False, "eagle_config": {"return_hidden_post_norm": True}},
+        "eagle_config.return_hidden_post_norm is T",
+    ),
+    ({"fc_norm": False, "use_aux_norm": True}, "fc_norm is False and use_aux_norm is True, which differ"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), NORM_CONFLICTS)
+def test_norms_that_contradict_each_other(tmp_path, changes, message):
+    """An option decides where no tensor does."""
+    save_head(tmp_path, "eagle3", config=changes)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read(tmp_path, "eagle3")
+    if "fc_norm" not in changes:
+        assert read(tmp_path, "eagle3", norm_output=True)[0].norm_output
+        assert not describe_head(str(tmp_path), target(), kind="eagle3", norm_output=False).norm_output
+
+
+def test_norms_of_files_without_weights(tmp_path):
+    keys = {"fc_norm": True, "eagle_config": {"norm_before_fc": True, "return_hidden_post_norm": True}}
+    save_head(tmp_path, "eagle3", config=keys)
+    (tmp_path / "model.safetensors").unlink()
+    config = describe_head(str(tmp_path), target(), kind="eagle3")
+    assert config.fc_norm and config.norm_before_fc and config.norm_output
 
 
 # Refusals: (kind, options of save_head, the target, the message).
@@ -352,7 +408,17 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "quantised": ("eagle3", {"config": {"quantization_config": {"quant_method": "awq"}}}, {}, "awq.*; supported: none"),
     "rope": ("eagle3", {"config": {"rope_scaling": {"rope_type": "ntk"}}}, {}, "'ntk'; supported: default, linear"),
     "fc_norm": ("eagle3", {"tensors": {"fc_norm.0.weight": np.ones(16, np.float32)}}, {},
-                r"no place in EAGLE3 heads: fc_norm\.0\.weight \[16\] \(EAGLE-3\.1"),
+                r"no place in EAGLE3 heads: fc_norm\.0\.weight \[16\] \(.* fc_norm true\)"),
+    "few norms": ("eagle3", {"dialect": "eagle3.1", "tensors": {"fc_norm.1.weight": None}}, {},
+                  r"missing tensors: fc_norm\.1\.weight$"),
+    "many norms": ("eagle3", {"dialect": "eagle3.1", "tensors": {"fc_norm.3.weight": np.ones(16, np.float32)}}, {},
+                   r"no place in EAGLE3 heads: fc_norm\.3\.weight \[16\]$"),
+    "wide norm": ("eagle3", {"dialect": "eagle3.1-automodel",
+                             "tensors": {"model.fc_norm.0.weight": np.ones(48, np.float32)}}, {},
+                  r"wrong shapes: model\.fc_norm\.0\.weight is \[48\], not \[16\]"),
+    "norms of eagle": ("eagle", {"config": {"eagle_config": {"fc_norm": True}}}, {},
+                       r"fc_norm is True; supported: false \(EAGLE heads lack this norm"),
+    "norms of mtp": ("mtp", {"config": {"norm_output": True}}, {}, r"norm_output is True; .*false \(MTP heads lack"),
     "unknown": ("eagle3", {"tensors": {f"{LAYER}q_norm.weight": np.ones(8, np.float32)}}, {},
                 r"no place in EAGLE3 heads: midlayer\.self_attn\.q_norm\.weight \[8\]"),
     "map of eagle": ("eagle", {"tensors": {"d2t": np.zeros(31, np.int64)}}, {}, r"no place in EAGLE heads: d2t \[31\]"),

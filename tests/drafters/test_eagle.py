@@ -42,6 +42,7 @@ def saved(dialect: str, folder):
         eps=layer["rms_norm_eps"],
         rope_theta=layer.get("rope_theta", 10000.0),
         norm_before_residual=described.get("norm_before_residual", False),
+        norm_output=config.norm_output,
     )
     return raw, config, params, spec
 
@@ -87,7 +88,7 @@ EVENTS = [((7, 1, 4), 8), ((1, 0, 3), 8), ((3, 2, 0), 8), ((2, 8, 6), 8)]
 
 REPEATED = {
     "eagle-nobias", "eagle-qwen2", "eagle-speculators", "eagle3-model-prefix", "eagle3-norm-before-residual",
-    "eagle3-speculators", "mtp", "mtp-nobias",
+    "eagle3-speculators", "eagle3.1-automodel", "eagle3.1-tensorrt", "mtp", "mtp-nobias",
 }  # fmt: skip
 """Dialects whose differences other cases cover."""
 
@@ -139,7 +140,7 @@ def test_token_map(heads, size):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "shape"), [("eagle-qwen2", (3, 1, 4)), ("eagle3-speculators", (3, 3, 8)), ("mtp", (3, 3, 8))]
+    ("dialect", "shape"), [("eagle-qwen2", (3, 1, 4)), ("eagle3.1-speculators", (3, 3, 8)), ("mtp", (3, 3, 8))]
 )
 def test_trees_of_steps_equal_the_oracle(heads, dialect, shape):
     """Features, shift, positions and commits: each step's trees equal those computed from the text alone."""

@@ -36,6 +36,7 @@ class HeadSpec:
     eps: float = 1e-6
     rope_theta: float = 10000.0  # the head's own, whatever the target uses
     norm_before_residual: bool = False  # eagle3 only
+    norm_output: bool = False  # eagle3 only: children read the normed output
 
     @property
     def layer(self) -> str:
@@ -98,6 +99,9 @@ def head_forward(
         else:
             if not again and "input_norm.weight" in tensors:  # norm_before_fc
                 f = rms(tensors, "input_norm", f, spec.eps)
+            if not again and "fc_norm.0.weight" in tensors:  # fc_norm, after the other if there are both
+                parts = np.split(f, sum(name.startswith("fc_norm.") for name in tensors))
+                f = np.concatenate([rms(tensors, f"fc_norm.{i}", part, spec.eps) for i, part in enumerate(parts)])
             g = f if again else linear(tensors, "fc", f)
             normed = rms(tensors, f"{spec.layer}.hidden_norm", g, spec.eps)
             x = np.concatenate([rms(tensors, f"{spec.layer}.input_layernorm", e, spec.eps), normed])
@@ -126,7 +130,9 @@ def head_forward(
         x = rms(tensors, f"{spec.layer}.post_attention_layernorm", a, spec.eps)
         gate, up = (linear(tensors, f"{spec.layer}.mlp.{name}_proj", x) for name in ("gate", "up"))
         out = a + linear(tensors, f"{spec.layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
-        outs.append(rms(tensors, f"{spec.layer}.final_layernorm", out, spec.eps) if spec.kind == "mtp" else out)
+        if spec.kind == "mtp":
+            out = rms(tensors, f"{spec.layer}.final_layernorm", out, spec.eps)
+        outs.append(rms(tensors, "norm", out, spec.eps) if spec.norm_output else out)
     return np.stack(outs)
 
 
@@ -146,7 +152,7 @@ def draft_logits(
         rows = target_head if token_map is None else target_head[list(token_map)]
         return rows.astype(out.dtype) @ out
     rows = tensors.get("lm_head.weight", target_head)
-    return rows.astype(out.dtype) @ rms(tensors, "norm", out, spec.eps)
+    return rows.astype(out.dtype) @ (out if spec.norm_output else rms(tensors, "norm", out, spec.eps))
 
 
 def target_ids(tensors: Tensors, spec: HeadSpec, vocab_size: int, token_map: Sequence[int] | None = None) -> np.ndarray:

@@ -20,7 +20,8 @@ class Dialect(NamedTuple):
     qkv_bias: bool = False
     embedding: bool = False
     whole: bool = False  # with the target's vocabulary
-    joint_norm: bool = False
+    joint_norm: bool = False  # one norm over the features of all layers
+    fc_norm: bool = False  # one for each layer
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -37,6 +38,7 @@ SPECULATORS_EAGLE3 = {
     "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
 }  # fmt: skip
 LAYERS = ((r"^midlayer\.", "layers.0."),)
+MODEL_PREFIX = (*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
 _DIALECTS: dict[str, Dialect] = {
     "eagle": Dialect("eagle", LLAMA, fc_bias=True, embedding=True),
     "eagle-nobias": Dialect("eagle", LLAMA | {"bias": False, "rope_theta": 500000.0}, embedding=True),
@@ -48,9 +50,7 @@ _DIALECTS: dict[str, Dialect] = {
     ),
     "eagle3": Dialect("eagle3", EAGLE3),
     "eagle3-speculators": Dialect("eagle3", SPECULATORS_EAGLE3, True, LAYERS, embedding=True),
-    "eagle3-model-prefix": Dialect(
-        "eagle3", EAGLE3, renamed=(*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
-    ),
+    "eagle3-model-prefix": Dialect("eagle3", EAGLE3, renamed=MODEL_PREFIX),
     "eagle3-full-vocabulary": Dialect("eagle3", EAGLE3, whole=True),
     "eagle3-norm-before-residual": Dialect("eagle3", EAGLE3 | {"norm_before_residual": True}),
     "eagle3-norm-before-fc": Dialect(
@@ -58,6 +58,22 @@ _DIALECTS: dict[str, Dialect] = {
         embedding=True, joint_norm=True,
     ),
     "eagle3-own-embedding": Dialect("eagle3", EAGLE3, embedding=True),
+    "eagle3.1": Dialect("eagle3", EAGLE3 | {"fc_norm": True, "norm_output": True}, fc_norm=True),
+    "eagle3.1-automodel": Dialect(
+        "eagle3", EAGLE3 | {"fc_norm": True, "norm_output": True}, renamed=MODEL_PREFIX, fc_norm=True
+    ),
+    "eagle3.1-speculators": Dialect(
+        "eagle3", SPECULATORS_EAGLE3 | dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True),
+        True, LAYERS, joint_norm=True,
+    ),
+    "eagle3.1-tensorrt": Dialect(
+        "eagle3", EAGLE3 | {"eagle_config": {"norm_before_fc": True, "return_hidden_post_norm": True}}, renamed=LAYERS,
+        joint_norm=True,
+    ),
+    "eagle3.1-both-norms": Dialect(
+        "eagle3", EAGLE3 | {"use_aux_norm": True, "eagle_config": {"norm_before_fc": True}}, fc_norm=True,
+        joint_norm=True,
+    ),
     "mtp": Dialect("mtp", MIMO | {"attention_bias": True}, qkv_bias=True),
     "mtp-nobias": Dialect("mtp", MIMO | {"attention_bias": False}),
 }  # fmt: skip
@@ -161,6 +177,8 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
     if form.joint_norm:
         shapes["input_norm.weight"] = (size["aux_layers"] * target,)
+    if form.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(size["aux_layers"])}
     if kind == "mtp":
         norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in norms}

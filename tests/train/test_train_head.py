@@ -60,6 +60,9 @@ def test_head_configurations():
     few = head.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
     assert (few.aux_layers, few.feature_size, few.vocab_size, few.mapped) == ((7, 0), 32, 2, True)
     assert not head.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
+    assert not (few.norm_before_fc or few.fc_norm or few.norm_output)
+    for norm in ("norm_before_fc", "fc_norm", "norm_output"):
+        assert getattr(head.head_config(DraftSettings(**{norm: True}), config()), norm)
     assert head.head_config(DraftSettings(), config(4)).aux_layers == (1, 2, 3)
     assert head.head_config(DraftSettings(), config(3)).aux_layers == (1, 0, 2)
     with pytest.raises(
@@ -97,11 +100,16 @@ def test_init_from(tmp_path):
     for name, leaf in params.items():
         np.testing.assert_array_equal(weights[name], leaf, err_msg=name)
     for flag, changes in (
+        ("--fc-norm True", {"fc_norm": True}),
+        ("--norm-before-fc True", {"norm_before_fc": True}),
         ("--draft-vocab-size 9", {"draft_vocab_size": 9}),
         ("--aux-layers 1 2", {"aux_layers": ("1", "2")}),
     ):
         with pytest.raises(ValueError, match=f"{flag} differs from --init-from .*leave it out"):
             head.from_head(DraftSettings(init_from=folder, **changes), target)
+    for stated, norm_output in ((None, False), (True, True)):  # it has no tensor
+        settings = DraftSettings(init_from=folder, norm_output=stated)
+        assert head.from_head(settings, target)[0].norm_output == norm_output
     save_head(tmp_path / "other", "eagle")
     with pytest.raises(CheckpointError, match="head"):
         head.from_head(DraftSettings(init_from=str(tmp_path / "other")), target)
@@ -144,6 +152,11 @@ HEADS: dict[str, HeadConfig] = {
     "eagle3": HeadConfig("eagle3", **SHARED | THIRD | {"vocab_size": 11, "mapped": True}),
     "eagle3 unmapped": HeadConfig("eagle3", **SHARED | THIRD | {"norm_before_residual": True}),
     "eagle3 norm before fc": HeadConfig("eagle3", **SHARED | THIRD | {"norm_before_fc": True}),
+    "eagle3 fc norm": HeadConfig("eagle3", **SHARED | THIRD | {"fc_norm": True}),
+    "eagle3 norm output": HeadConfig("eagle3", **SHARED | THIRD | {"norm_output": True}),
+    "eagle3 all norms": HeadConfig(
+        "eagle3", **SHARED | THIRD | {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    ),
     "eagle3 last layers": HeadConfig("eagle3", **SHARED | THIRD | {"aux_layers": (2, 0, 6)}),
     "eagle3 biases": HeadConfig("eagle3", **SHARED | THIRD | BIASES | {"rope": LLAMA3, "fc_bias": True}),
     "eagle3 own embedding": HeadConfig(
@@ -242,7 +255,7 @@ def test_layer_ids_in_other_engines(layers, family):
     assert nested == list(layers) if layers[0] == 1 and family != "gpt_oss" else nested[0] != 1 or family == "gpt_oss"
 
 
-@pytest.mark.parametrize("name", ["eagle3 unmapped", "eagle3 norm before fc"])
+@pytest.mark.parametrize("name", ["eagle3 unmapped", "eagle3 norm output", "eagle3 norm before fc", "eagle3 fc norm"])
 def test_scale_of_features(name):
     """Folded into `fc` of the export; unused before a norm, through which it cannot be folded."""
     draft, params, rng = object.__new__(head.HeadDraft), params_of(name), np.random.default_rng(0)
@@ -252,7 +265,7 @@ def test_scale_of_features(name):
     features = jnp.asarray(rng.normal(0, 9, (1, 4, 48)), jnp.float32)
     teacher = Teacher(features, jnp.zeros((1, 4, 16)), jnp.zeros((1, 4), jnp.int32))
     weights, frozen = draft.first_weights({}, rows, lambda: (teacher, rows))
-    has_scale = name == "eagle3 unmapped"
+    has_scale = name in ("eagle3 unmapped", "eagle3 norm output")
     assert (draft._scale is not None) == has_scale
     expected = jnp.einsum("bnf,fm->bnm", features, params["fc"])
     read = features * draft._scale[None, None] if has_scale else features
@@ -261,9 +274,15 @@ def test_scale_of_features(name):
     assert exported.keys() == params.keys()
     for leaf, array in params.items():
         np.testing.assert_allclose(exported[leaf], array, rtol=1e-6, err_msg=leaf)
-    described = head_description(draft.config, target().target.config)
-    assert described.get("norm_before_fc", False) == (not has_scale)
-    assert described["eagle_config"].get("norm_before_fc", False) == (not has_scale)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 norm before fc", "eagle3 fc norm", "eagle3 all norms"])
+def test_norms_in_config_json(name):
+    """At the top level and in eagle_config: engines read different places."""
+    described = head_description(HEADS[name], target().target.config)
+    for keys in (described, described["eagle_config"]):
+        for norm in ("norm_before_fc", "fc_norm", "norm_output"):
+            assert keys.get(norm, False) == getattr(HEADS[name], norm)
 
 
 def test_config_json(tmp_path):

@@ -33,18 +33,19 @@ from specjax.train.run import TrainState, make_optimizer, make_update, schedule
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
-KINDS = ("eagle3", "eagle3-whole", "eagle", "mtp")
+KINDS = ("eagle3", "eagle3-whole", "eagle3-fc_norm-norm_output", "eagle3-norm_before_fc-norm_output", "eagle", "mtp")
 
 
 def head_for(kind: str) -> HeadConfig:
     third = kind.startswith("eagle3")
-    base = kind.split("-")[0]
+    base, *norms = kind.replace("-whole", "").split("-")
     mapped = kind == "eagle3"
     return HeadConfig(
         base,  # type: ignore[arg-type]
         hidden_size=M, feature_size=3 * M if third else M, intermediate_size=24, num_heads=4, num_kv_heads=2,
         head_dim=8, norm_epsilon=1e-5, rope=RopeConfig(theta=700.0), vocab_size=W if mapped else V,
         aux_layers=(0, 1, 3) if third else (), own_head=third, mapped=mapped,
+        **dict.fromkeys(norms, True),
     )  # fmt: skip
 
 
@@ -57,7 +58,9 @@ class World:
         self.target = make_target(TARGET, backend=packed_attention)
         self.target_params = init_params(TARGET, jax.random.key(0))
         params = dict(init_head_params(self.config, self.target, jax.random.key(1)))
-        self.params = {name: leaf if leaf.ndim < 2 else leaf * 12 for name, leaf in params.items()}
+        self.params = {
+            name: leaf * 12 if leaf.ndim >= 2 and name != "fc_norm" else leaf for name, leaf in params.items()
+        }
         if self.config.mapped:
             self.params["ids"] = jnp.asarray([1, 2, 5, 6, 11, 12, 17], jnp.int32)
         examples = [Example(rng.integers(0, V, n).astype(np.int32), rng.random(n) < 0.8) for n in (5, 6, 4, 3, 2)]
@@ -79,7 +82,7 @@ class World:
         """The total, and the sums of each round, with each slot computed from its example alone."""
         config = self.config
         tensors = head_tensors(config, self.params, TARGET, "float32")
-        spec = eagle_oracle.HeadSpec(config.kind, 4, 8, 1e-5, 700.0)
+        spec = eagle_oracle.HeadSpec(config.kind, 4, 8, 1e-5, 700.0, norm_output=config.norm_output)
         table = np.asarray(self.target_params["embed"])
         ids = np.asarray(self.params["ids"]) if config.mapped else np.arange(V)
         sums = [[0.0, 0.0, 0.0, 0.0] for _ in objective.weights]
