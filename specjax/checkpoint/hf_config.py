@@ -345,6 +345,8 @@ _DELTA: Any = {
     "only": SILU | {"attention_bias": (False, "false"), "use_sliding_window": (False, "false")},
     "partial_rope": True,
 }  # fmt: skip
+# All layers of Qwen3_5Moe have experts, so its files lack the width of a dense MLP; this is Qwen3-Next's.
+_DELTA_MOE = _DELTA | {"defaults": _DELTA["defaults"] | {"intermediate_size": 5632}}
 
 READERS: Mapping[str, Reader] = {
     "LlamaForCausalLM": Reader((_attention_bias, _mlp_bias), only=SILU | NO_WINDOW),
@@ -397,9 +399,9 @@ READERS: Mapping[str, Reader] = {
     "Qwen3NextForCausalLM": Reader((partial(_qwen3_next, fused=True),), **_DELTA),
     **{
         f"Qwen3_5{kind}For{use}": Reader(
-            (partial(_qwen3_next, fused=False),), text_config=use == "ConditionalGeneration", **_DELTA
+            (partial(_qwen3_next, fused=False),), text_config=use == "ConditionalGeneration", **delta
         )
-        for kind in ("", "Moe") for use in ("CausalLM", "ConditionalGeneration")
+        for kind, delta in (("", _DELTA), ("Moe", _DELTA_MOE)) for use in ("CausalLM", "ConditionalGeneration")
     },
 }  # fmt: skip
 

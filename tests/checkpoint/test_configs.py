@@ -113,6 +113,9 @@ def described(tmp_path):
         (DEEPSEEK, "deepseek", 256),
         ("Qwen/Qwen3.5-27B", "qwen3_next", 0),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 512),
+        ("Qwen/Qwen3.6-27B", "qwen3_next", 0),
+        ("Qwen/Qwen3.6-35B-A3B", "qwen3_next", 256),
+        ("Qwen/Qwen3.8-27B", "qwen3_next", 0),
     ],
 )
 def test_mtp_layers_in_config_json(described, name, style, experts):
@@ -126,7 +129,7 @@ def test_mtp_layers_in_config_json(described, name, style, experts):
 QUICK = (
     "gpt-oss-20b-eagle3", "llama-2-7b-chat-eagle2", "llama-3-8b-instruct-fr-spec", "llama-3.1-8b-instruct-eagle3",
     "mimo-7b-rl-mtp", "qwen2.5-7b-ngram", "qwen2.5-7b-standalone", "qwen3-8b-dflash", "qwen3-8b-dspark",
-    "qwen3.5-4b-dflash",
+    "qwen3.5-4b-dflash", "qwen3.6-35b-a3b-dflash", "qwen3.6-35b-a3b-nextn", "qwen3.8-27b-dflash2",
 )  # fmt: skip
 """A file of each algorithm and dialect."""
 
@@ -157,7 +160,8 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
     if expected == "NGRAM":
         levels = nodes - 1
     elif expected == "DFLASH":  # a DeepSpec head's anchor drafts, too
-        block = chosen.speculative_dflash_block_size or REAL[path]["block_size"]
+        head = REAL[path].get("dflash_config", {}) | REAL[path]
+        block = chosen.speculative_dflash_block_size or head["block_size"]
         levels = block - (REAL[path]["architectures"] != ["Qwen3DSparkModel"])
     assert document["drafter"] == {"name": expected, "nodes": nodes or levels + 1, "levels": levels}
     assert document["dtype"] == (settings.model.dtype if settings.model.dtype != "auto" else REAL[model]["torch_dtype"])
