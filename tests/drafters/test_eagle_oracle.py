@@ -102,7 +102,7 @@ def small_head(kind, **changes):
 # The head against transformers.
 
 
-def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, aux_layers=3, vocab=9, bias=False):
+def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, aux_layers=3, vocab=9, bias=False, feature_norms=()):
     """A head of random weights; for eagle3 with a draft vocabulary of every other token."""
     wide = 2 * hidden if spec.kind == "eagle3" else hidden
     query, kv, layer = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, spec.layer
@@ -123,7 +123,12 @@ def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, aux_layers=3, voc
         ids = np.arange(0, vocab, 2)
         tensors["lm_head.weight"] = rng.normal(0, 1, (len(ids), hidden)).astype(np.float32)
         tensors["d2t"] = ids - np.arange(len(ids))
-    return tensors | {f"{name}.weight": (1 + 0.2 * rng.normal(size=hidden)).astype(np.float32) for name in norms}
+    sizes = dict.fromkeys(norms, hidden)
+    if "fc_norm" in feature_norms:
+        sizes |= {f"fc_norm.{i}": hidden for i in range(aux_layers)}
+    if "input_norm" in feature_norms:
+        sizes["input_norm"] = aux_layers * hidden
+    return tensors | {f"{name}.weight": (1 + 0.2 * rng.normal(size=n)).astype(np.float32) for name, n in sizes.items()}
 
 
 HEADS = {
@@ -131,6 +136,11 @@ HEADS = {
     "eagle, grouped, biases": (HeadSpec("eagle", 4, 6, 1e-5, 500.0), {"bias": True}),
     "eagle3": (HeadSpec("eagle3", 4, 6, 1e-5, 500.0), {}),
     "eagle3, normed residual": (HeadSpec("eagle3", 2, 4, 1e-5, 500.0, True), {"kv_heads": 1}),
+    "eagle3.1": (HeadSpec("eagle3", 4, 6, 1e-5, 500.0, False, True), {"feature_norms": ("fc_norm",)}),
+    "eagle3.1, all norms": (
+        HeadSpec("eagle3", 4, 6, 1e-5, 500.0, True, True),
+        {"feature_norms": ("input_norm", "fc_norm")},
+    ),
 }
 
 
@@ -185,6 +195,11 @@ def test_layer_equals_transformers(name):
         if spec.kind == "eagle":
             x = residual = fc(torch.cat([e, f], -1)) + torch.tensor(tensors.get("fc.bias", np.float32(0)))
         else:
+            if "input_norm.weight" in tensors:
+                f = norm(f, torch.tensor(tensors["input_norm.weight"]))
+            if "fc_norm.0.weight" in tensors:
+                each = torch.stack([torch.tensor(tensors[f"fc_norm.{i}.weight"]) for i in range(3)])
+                f = norm(f.unflatten(-1, (3, hidden)), each).flatten(-2)
             g = fc(f)
             normed = norm(g, norms["hidden_norm"])
             x = torch.cat([norm(e, norms["input_layernorm"]), normed], -1)
@@ -193,6 +208,8 @@ def test_layer_equals_transformers(name):
         mask = torch.where(torch.tensor(visible), 0.0, -torch.inf)[None, None]
         a = residual + layer.self_attn(x[None], position_embeddings=rope, attention_mask=mask)[0][0]
         expected = a + layer.mlp(layer.post_attention_layernorm(a))
+        if spec.norm_output:
+            expected = norm(expected, torch.tensor(tensors["norm.weight"]))
     for dtype in (np.float32, np.float64):
         outs = head_forward(tensors, spec, embeddings, features, positions, visible, [False] * n, dtype)
         assert outs.dtype == dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import shutil
@@ -21,7 +22,7 @@ from tiny_heads import DIALECTS, save_head
 
 from specjax.cli import build, flags, generate
 from specjax.cli import serve as command
-from specjax.drafters import DraftOptions, Eagle, Eagle3, make_speculation
+from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_speculation
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
 
@@ -108,6 +109,33 @@ def test_drafts_of_a_saved_head():
     completions = engine.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS])
     assert [done.spec_verify_ct for done in completions[2:4]] == [-(-59 // 3), -(-49 // 3)]
     check_idle(engine)
+
+
+NORMS = [*itertools.product((False, True), repeat=3)]
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [pytest.param(norms, marks=() if norms == (False, True, True) else pytest.mark.slow) for norms in NORMS],
+    ids=lambda norms: "".join("01"[norm] for norm in norms),
+)
+def test_texts_of_eagle31_heads(tmp_path, norms):
+    """Texts are those without drafts."""
+    keys = dict(zip(("norm_before_fc", "fc_norm", "norm_output"), norms, strict=True))
+    tensors = {"d2t": OFFSETS, "t2d": MASK}
+    tensors |= {"input_norm.weight": np.linspace(0.5, 1.5, 48, dtype=np.float32)} if norms[0] else {}
+    each = {f"fc_norm.{i}.weight": np.linspace(1.5, 0.5, 16, dtype=np.float32) for i in range(3)}
+    save_head(tmp_path, "eagle3", config=keys, tensors=tensors | (each if norms[1] else {}), **SHAPE)
+    prompts, params = zip(*REQUESTS, strict=True)
+    drafted = make(Eagle3(str(tmp_path), None, *WHOLE), max_running_requests=4).generate(prompts, params)
+    assert [done.output_ids for done in drafted] == plain_texts()
+    assert [done.spec_verify_ct for done in drafted[2:4]] == [-(-59 // 3), -(-49 // 3)]
+
+
+@functools.cache
+def plain_texts() -> list[list[int]]:
+    prompts, params = zip(*REQUESTS, strict=True)
+    return [done.output_ids for done in make(NoDraft(), max_running_requests=4).generate(prompts, params)]
 
 
 # Trees by flags. Nothing is compiled for these.

@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
+from safetensors.numpy import load_file
 from toy_models import tiny_llama
 from train_helpers import arguments, start
 
@@ -109,6 +110,21 @@ def test_a_whole_run(train, tmp_path, kind):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"loss": 3.0}\n[4]\n5\n\n{"st')
     assert lines(folder) == rows, "incomplete lines are ignored"
+
+
+def test_eagle31_heads(train, tmp_path):
+    """Norms follow from flags, are trained, and are read from the head that a further run starts from."""
+    status, _, err = train(steps=2, fc_norm=(), norm_output=(), measure_prompts=1, measure_tokens=6, measure_steps=2)
+    assert status == 0, err
+    first = tmp_path / "run" / "head"
+    assert "fc_norm, norm_output" in (first / "README.md").read_text()
+    status, _, err = train("next", steps=2, init_from=first)
+    assert status == 0, err
+    for folder in (first, tmp_path / "next" / "head"):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["fc_norm"] and config["norm_output"] and "norm_before_fc" not in config
+        tensors = load_file(folder / "model.safetensors")
+        assert all(np.ptp(np.float32(tensors[f"fc_norm.{i}.weight"])) > 0 for i in range(3)), "no longer ones"
 
 
 def test_stored_features_train_alike(whole):
@@ -321,6 +337,8 @@ BLOCK: dict[str, Any] = {
         ({"batch_size": 3}, "--batch-size 3 cannot be spread over 2 devices"),
         (BLOCK | {"mask_token": None}, "--mask-token 265 is not one of the model's 265 ids"),
         (BLOCK | {"rounds": 2}, "--loss and --rounds are for --draft EAGLE, EAGLE3, MTP; DFLASH has its own loss"),
+        ({"draft": "EAGLE", "fc_norm": ()}, "--fc-norm is for --draft EAGLE3, not EAGLE"),
+        (BLOCK | {"norm_output": ()}, "--norm-output is for --draft EAGLE3, not DFLASH"),
         ({"block_size": 4}, r"the settings of \[block\] are for --draft DFLASH, DSPARK, DFLASH2, not EAGLE3"),
         (BLOCK | {"walk_rank": 4}, "--walk-rank is for --draft DSPARK and DFLASH2; DFLASH has no walk"),
         (BLOCK | {"measure_steps": 4}, "--measure-steps 4 is more than the 3 tokens that a block drafts"),
