@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine.text import Thoughts
@@ -47,6 +47,7 @@ from specjax.serve.calls import (
 
 AUTO, NONE, GPT_OSS = "auto", "none", "gpt-oss"
 GPT_OSS_EFFORTS = ("low", "medium", "high")
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PARSERS: dict[str, type[CallParser]] = {
     "qwen": Hermes,
     "qwen25": Hermes,
@@ -164,10 +165,25 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         takes_tools=_takes_tools(tokenizer, source),
         thinks=thinks,
         harmony=harmony,
-        efforts=AnswerForm.efforts if "reasoning_effort" not in source else GPT_OSS_EFFORTS if harmony else None,
+        efforts=_efforts(tokenizer, source, harmony),
         special=frozenset(markers & special),
         tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
     )
+
+
+def _efforts(tokenizer: Any, source: str, harmony: bool) -> tuple[str, ...] | None:
+    """`AnswerForm.efforts`: those for which the template renders. Qwen3.8's refuses all but three."""
+    if harmony or "reasoning_effort" not in source:
+        return GPT_OSS_EFFORTS if harmony and "reasoning_effort" in source else AnswerForm.efforts
+
+    def accepts(effort: str) -> bool:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, reasoning_effort=effort)
+        except Exception:  # as in `_takes_tools`
+            return False
+        return True
+
+    return tuple(filter(accepts, get_args(Effort))) or None
 
 
 def _takes_tools(tokenizer: Any, source: str) -> bool:

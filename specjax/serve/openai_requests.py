@@ -34,7 +34,7 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.message_format import AnswerForm
+from specjax.serve.message_format import AnswerForm, Effort
 from specjax.serve.tokenising import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import ToolFields
 
@@ -260,7 +260,6 @@ def parameter(name: str, description: str | None = None) -> Any:
     return Field(None, ge=limits.minimum, gt=limits.above, le=limits.maximum, description=description)
 
 
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = "Variable `reasoning_effort` of the chat template, also over `chat_template_kwargs`."
 
 

@@ -11,16 +11,18 @@ from typing import Any
 
 import jsonschema
 import pytest
+from body_helpers import CHAT, EVERY_LEAST, MESSAGES, RESPONSES, refusal, task
 from engine_helpers import END, TEMPLATE
 from engine_helpers import tokenizer as plain_tokenizer
 from grammar_helpers import follows
 from tool_helpers import MARKERS, NOOP, WEATHER, tool_tokenizer
 
-from specjax.checkpoint.prompts import begins_thinking
+from specjax.checkpoint.prompts import begins_thinking, render_chat
 from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
 from specjax.serve.message_format import PARSERS, ReplyOptions, answer_form, short_id
+from specjax.serve.tokenising import Rules
 from specjax.serve.tools import Tool, any_arguments, call_grammar
 
 # Templates. By family: template, parser, whether it thinks, how it ends the prompt of `TURNS`.
@@ -66,6 +68,12 @@ FAMILIES: dict[str, tuple[str, type | None, bool, str]] = {
         KimiK2, False, 2 * "functions.f:0",
     ),
     "qwen coder, whole": (TELLS + "<tool_call><function=x><parameter=y>", PARSERS["qwen3_coder"], False, ""),
+    "qwen 3.8": (
+        TELLS + "<tool_call><function=x><parameter=y></think>{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% for name, value in c.function.arguments | items %}<parameter={{ name }}>\n"
+        "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}{% endfor %}{% endfor %}",
+        PARSERS["qwen3_coder"], True, "<parameter=a>\n1\n</parameter>\n",
+    ),
     "glm": (TELLS + "<tool_call>x<arg_key>y</arg_key><arg_value>z</arg_value>", PARSERS["glm45"], False, ""),
     "unknown marker": (TELLS + "<tool_call><name>", None, False, ""),
     "qwen coder": (TELLS + "<tool_call><function=", None, False, ""),
@@ -111,6 +119,44 @@ def test_flags_take_precedence_over_the_template():
 )
 def test_template_takes_functions(template, takes):
     assert answer_form(tokenizer_with(template)).takes_tools is takes
+
+
+GUARDED = (  # as in Qwen3.8's template
+    "{% if enable_thinking is undefined or enable_thinking %}{% set effort = reasoning_effort | default('xhigh') %}"
+    "{% if effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('Unexpected reasoning effort ' ~ effort) }}"
+    "{% endif %}{{ effort }}: {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@pytest.mark.parametrize(
+    ("template", "efforts"),
+    [
+        (GUARDED, ("low", "medium", "xhigh")),
+        ("{{ reasoning_effort }}" + TEMPLATE, EFFORTS),
+        ("{{ reasoning_effort }}{{ raise_exception('no') }}", None),  # a request gets its error
+        (TEMPLATE, ("none", "medium")),
+    ],
+)
+def test_efforts_of_a_template(template, efforts):
+    """`high` is the default of /v1/messages, and has no effect if the template refuses it."""
+    tokenizer = tokenizer_with(template)
+    form = answer_form(tokenizer)
+    assert form.efforts == efforts
+    rules = Rules("toy", 516, 128, 127, {}, form=form)
+    for effort in EFFORTS:
+        accepted = efforts is None or effort in efforts
+        for path, fields in (
+            (CHAT, {"reasoning_effort": effort}), (RESPONSES, {"reasoning": {"effort": effort}}),
+            (MESSAGES, {"output_config": {"effort": effort}}),
+        ):  # fmt: skip
+            error = refusal(path, EVERY_LEAST[path] | fields, rules=rules)
+            assert (error is None) == (accepted or (path == MESSAGES and effort == "high"))
+            assert error is None or f"it supports {', '.join(efforts or ())}" in str(error)
+    if template == GUARDED:
+        for effort, begins in (("high", "xhigh: "), ("low", "low: ")):
+            chat: Any = task(MESSAGES, EVERY_LEAST[MESSAGES] | {"output_config": {"effort": effort}}, rules).prompts[0]
+            assert render_chat(chat, tokenizer, chat.template).startswith(begins)
 
 
 def test_special_tokens_of_formats():

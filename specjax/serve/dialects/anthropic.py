@@ -35,13 +35,12 @@ from specjax.serve.fields import (
     Values,
     texts,
 )
-from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, End, Grow, Part, Reply, ReplyOptions
+from specjax.serve.message_format import AnswerForm, Begin, Change, Effort, End, Grow, Part, Reply, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
     ChatFields,
-    Effort,
     JsonSchemaFormat,
     NewTokens,
     SamplingFields,
@@ -255,7 +254,7 @@ class CountTokensRequest(ChatFields):
     def effort(self, form: AnswerForm) -> tuple[str, str | None]:
         """The field with the effort of reasoning, and its value."""
         effort = self.output_config and self.output_config.effort
-        if effort == "high" and form.efforts == PLAIN.efforts:
+        if effort == "high" and form.efforts is not None and "high" not in form.efforts:
             effort = None  # the default of this interface
         return "output_config", effort
 

@@ -26,14 +26,13 @@ from specjax.serve.calls import strict_json
 from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, texts
-from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, End, Grow, Part, ReplyOptions
+from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, Effort, End, Grow, Part, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
     FIELDS,
     CallArguments,
     ChatFields,
-    Effort,
     JsonSchemaFormat,
     NewTokens,
     SamplingFields,
