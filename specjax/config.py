@@ -228,6 +228,8 @@ class HeadConfig(GroupedHeads):
         norm_before_fc: EAGLE-3: whether a norm over all F channels precedes the layer that joins the features.
         fc_norm: EAGLE-3.1: whether a norm of each auxiliary layer's output precedes that layer.
         norm_output: EAGLE-3.1: whether the next feature is the normalised output.
+        head_norms: whether queries and keys are normalised in each head, as in Qwen3.
+        window: keys that a query sees, its own included; None: all. A `BlockConfig` has `windows`.
         logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
         max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
         dtype: dtype of parameters, activations and pages.
@@ -256,6 +258,8 @@ class HeadConfig(GroupedHeads):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head_norms: bool = False
+    window: int | None = None
     logit_softcap: float | None = None
     max_positions: int | None = None
     dtype: str = "float32"

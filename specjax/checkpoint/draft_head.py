@@ -202,6 +202,7 @@ def _describe(
         attention_bias=tensors.has(*(f"{part}.bias" for part in (Q, K, V))),
         output_bias=tensors.has(f"{O}.bias"),
         mlp_bias=tensors.has(*(f"{part}.bias" for part in (GATE, UP, DOWN))),
+        head_norms=all(tensors.has(f"{LAYER}self_attn.{part}_norm.weight") for part in "qk"),
         **fields,
     )
     _check_tensors(tensors, config, target)
@@ -254,6 +255,7 @@ def _config_fields(
         "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
         **norms,
+        "window": settings.get("sliding_window"),
         "dtype": target.dtype,
     }
 
@@ -411,21 +413,24 @@ def published_name(spec: HeadSpec, name: str) -> str:
 
 
 def layer_config(config: Settings) -> Settings:
-    """Settings of an EAGLE or MTP head and of its layer. Unsupported ones are refused by name."""
+    """Settings of an EAGLE or MTP head and of its layer, with `sliding_window` only if the layer has a window.
+    Unsupported ones are refused by name."""
     settings = flattened(config)
-    # Qwen2 configs have a window that is disabled, speculators' have one that no layer has.
-    if not settings.get("use_sliding_window", True) or settings.get("layer_types"):
-        settings.pop("sliding_window", None)
+    # Qwen2 configs have a window that is disabled, speculators' have one also if the layer has none.
+    types, used = settings.get("layer_types"), settings.boolean("use_sliding_window", True)
+    window = settings.pop("sliding_window", None) if types or not used else None
     refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
-    types = settings.get("layer_types")
-    if types and (not isinstance(types, list) or any(name != LAYER_TYPES[1] for name in types)):
+    if types == [LAYER_TYPES[0]] and used:
+        settings["sliding_window"] = Settings({"sliding_window": window}).integer("sliding_window")
+    elif types and (not isinstance(types, list) or any(name != LAYER_TYPES[1] for name in types)):
         raise unsupported("layer_types", types, LAYER_TYPES[1])
     for key, variant in _UNSUPPORTED.items():
         if (value := _either(settings, key)) is not None and value is not False:
             raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
     for key in ("speculators_model_type", "architectures"):
-        if "peagle" in str(value := settings.get(key)).lower():
-            raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({_P_EAGLE}) are not supported")
+        for word, variant in (("peagle", _P_EAGLE), ("deepseek", "latent attention")):
+            if word in str(value := settings.get(key)).lower():
+                raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
     return settings
 
 

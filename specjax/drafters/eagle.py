@@ -56,6 +56,7 @@ def eagle_drafter(
     """
     is_mtp = isinstance(head, MtpConfig)
     model = MtpHead(head, target, backend) if is_mtp else draft_head(head, target, backend=backend)
+    windowed = not is_mtp and head.window is not None
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
@@ -63,9 +64,11 @@ def eagle_drafter(
         return EagleState(init_cache(model.pages, pool), feature)
 
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
-        def run(tokens: Array, feature: Array, positions: Array, mask: Any, attended: Array, before: Any) -> Read:
+        def run(
+            tokens: Array, feature: Array, positions: Array, mask: Any, attended: Array, before: Any, where: Any = None
+        ) -> Read:
             embedded = model.embed(params.target, params.draft, tokens)
-            past = Past(state.cache, context.page_table, attended, before)
+            past = Past(state.cache, context.page_table, attended, before, where)
             out, block = model.forward(params.draft, embedded, feature, positions, mask, past)
             return Read(model.unembed(params.target, params.draft, out), out, block)
 
@@ -74,7 +77,11 @@ def eagle_drafter(
             before: Any,
         ) -> Read:  # fmt: skip
             positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), tokens.shape)
-            output = run(tokens, feature, positions, mask, context.attended, before)
+            where = None  # positions of the keys before, read with a window only
+            if before is not None and windowed:
+                levels = jnp.repeat(jnp.arange(level - 1, dtype=jnp.int32), tokens.shape[1])
+                where = context.prefix_length[:, None] + levels[None]
+            output = run(tokens, feature, positions, mask, context.attended, before, where)
             return output._replace(keys=joined(before, output.keys))
 
         # Levels read the last slot's keys from the pages. An empty text has no slot.

@@ -22,6 +22,7 @@ from specjax.models.blocks import (
     Backend,
     KeyValue,
     Past,
+    Scores,
     attention,
     gated_mlp,
     key_value_spec,
@@ -66,6 +67,10 @@ class DraftHead:
         return self.spec.next_feature_normed or self.config.norm_output
 
     @property
+    def _head_norm(self) -> Any:
+        return partial(rms_norm, epsilon=self.config.norm_epsilon) if self.config.head_norms else None
+
+    @property
     def pages(self) -> Any:
         """The cache entry of a token: a pytree of `PageSpec`s, here a `KeyValue`."""
         return key_value_spec(self.config)
@@ -82,8 +87,8 @@ class DraftHead:
         normed = self._norm(params, "joint_norm", features)
         if (weights := params.get("fc_norm")) is not None:  # [A, f], a norm of each layer's channels
             apart = normed.reshape(*normed.shape[:2], *weights.shape)
-            norm = jax.vmap(partial(rms_norm, epsilon=self.config.norm_epsilon), in_axes=(2, 0), out_axes=2)
-            normed = norm(apart, weights).reshape(normed.shape)
+            each = jax.vmap(partial(rms_norm, epsilon=self.config.norm_epsilon), in_axes=(2, 0), out_axes=2)
+            normed = each(apart, weights).reshape(normed.shape)
         return linear(normed, params, "fc")
 
     def forward(
@@ -92,14 +97,18 @@ class DraftHead:
         """The next features, and the block's keys and values."""
         x, residual = self._inputs(params, embedded, feature, positions)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
-        x, block = attention(x, params, rotation, positions, mask, past, backend=self.backend, residual=residual)
+        x, block = attention(
+            x, params, rotation, positions, mask, past, backend=self.backend, residual=residual,
+            scores=Scores(window=self.config.window), head_norm=self._head_norm,
+        )  # fmt: skip
         out = gated_mlp(x, params, norm=self._norm_of(params, "mlp_norm"), residual=x)
         return self._norm(params, "final_norm", out) if self._next_feature_normed else out, block
 
     def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> KeyValue:
         """The keys and values of a block, [B, N, K, E], as `forward` returns them."""
         x, _ = self._inputs(params, embedded, feature, positions)
-        return keys_values(x, params, rotations(self.config.rope, self.config.head_dim, positions))
+        rotation = rotations(self.config.rope, self.config.head_dim, positions)
+        return keys_values(x, params, rotation, head_norm=self._head_norm)
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits of features that `forward` returned."""

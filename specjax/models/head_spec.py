@@ -21,6 +21,7 @@ from typing import Any
 
 from specjax.config import BlockConfig, HeadConfig
 from specjax.models.params import (
+    HEAD_NORMS,
     Leaf,
     Part,
     Scope,
@@ -138,6 +139,7 @@ def head_table(config: HeadConfig) -> Table:
     layer = (
         *spec.input_norms,
         *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, inputs="J"),
+        *(HEAD_NORMS if config.head_norms else ()),
         norm("mlp_norm", "post_attention_layernorm.weight"),
         *mlp_leaves(bias=config.mlp_bias),
     )
@@ -168,7 +170,7 @@ def block_table(config: BlockConfig) -> Table:
     layer = (
         norm("attention_norm", "input_layernorm.weight"),
         *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
-        *(norm(f"{name}_norm", f"self_attn.{name[0]}_norm.weight", letters="E") for name in ("query", "key")),
+        *HEAD_NORMS,
         norm("mlp_norm", "post_attention_layernorm.weight"),
         *mlp_leaves(bias=config.mlp_bias),
     )

@@ -39,6 +39,7 @@ NORMS = {  # fields that are true, by dialect
     "eagle3.1": ("fc_norm", "norm_output"),
     "eagle3.1-automodel": ("fc_norm", "norm_output"),
     "eagle3.1-speculators": ("norm_before_residual", "norm_before_fc", "norm_output"),
+    "eagle3.1-sliding": ("norm_before_fc", "norm_output"),
     "eagle3.1-tensorrt": ("norm_before_fc", "norm_output"),
     "eagle3.1-both-norms": ("norm_before_fc", "fc_norm"),
 }
@@ -82,6 +83,7 @@ def test_dialects(tmp_path, dialect, format):
     assert config.fc_bias == ("fc_bias" in params) == (dialect in ("eagle", "eagle-qwen2"))
     assert config.attention_bias == ("qkv_bias" in params) == (dialect in ("eagle-qwen2", "mtp"))
     assert not config.output_bias and not config.mlp_bias
+    assert (config.window, config.head_norms) == ((4, True) if dialect == "eagle3.1-sliding" else (None, False))
     norms = NORMS.get(dialect, ())
     assert {
         key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)
@@ -333,16 +335,22 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 2048, "use_sliding_window": False}, ""),
     ({"layer_types": None, "sliding_window": None}, ""),
     ({"sliding_window": 2048}, "sliding_window is 2048"),
-    *(
-        ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": used}, "layer_types is [")
-        for used in (True, False)
-    ),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}, ""),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 2048}, ""),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False}, "layer_types is ["),
+    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048}, "layer_types is ["),
+    ({"layer_types": ["sliding_attention"]}, "sliding_window is None; a positive integer is needed"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": "all"}, "sliding_window is 'all'; a positive integer"),
     *(
         ({"layer_types": types}, f"layer_types is {types!r}; supported: full_attention")
         for types in ("full_attention", 1, True)
     ),
     ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; such heads (P-EAGLE)"),
     ({"architectures": ["PEagleDraftModel"]}, "architectures is ['PEagleDraftModel']; such heads (P-EAGLE)"),
+    *(
+        ({"architectures": [name]}, f"architectures is ['{name}']; such heads (latent attention) are not supported")
+        for name in ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepSeekV3ForCausalLM")
+    ),
 ]
 CASES = [
     *((nested, {key: value}, message) for key, value, message in KEYS for nested in (False, True)),
@@ -366,7 +374,10 @@ def test_keys_that_change_the_forward(tmp_path, dialect, nested, changes, messag
         with pytest.raises(CheckpointError, match=re.escape(message)):
             saved(changes)
     else:
-        fields = {"norm_output" if k.startswith("return") else k: v for k, v in changes.items() if "norm" in k}
+        windowed = {"window": 2048} if changes.get("layer_types") == ["sliding_attention"] else {}
+        fields = windowed | {
+            "norm_output" if k.startswith("return") else k: v for k, v in changes.items() if "norm" in k
+        }
         assert saved(changes) == replace(plain, **fields)
 
 

@@ -43,6 +43,7 @@ def saved(dialect: str, folder):
         rope_theta=layer.get("rope_theta", 10000.0),
         norm_before_residual=described.get("norm_before_residual", False),
         norm_output=config.norm_output,
+        window=described.get("sliding_window"),
     )
     return raw, config, params, spec
 
@@ -140,7 +141,7 @@ def test_token_map(heads, size):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "shape"), [("eagle-qwen2", (3, 1, 4)), ("eagle3.1-speculators", (3, 3, 8)), ("mtp", (3, 3, 8))]
+    ("dialect", "shape"), [("eagle-qwen2", (3, 1, 4)), ("eagle3.1-sliding", (3, 3, 8)), ("mtp", (3, 3, 8))]
 )
 def test_trees_of_steps_equal_the_oracle(heads, dialect, shape):
     """Features, shift, positions and commits: each step's trees equal those computed from the text alone."""

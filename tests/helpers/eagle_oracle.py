@@ -37,6 +37,7 @@ class HeadSpec:
     rope_theta: float = 10000.0  # the head's own, whatever the target uses
     norm_before_residual: bool = False  # eagle3 only
     norm_output: bool = False  # eagle3 only: children read the normed output
+    window: int | None = None  # positions that an item sees, its own included
 
     @property
     def layer(self) -> str:
@@ -110,6 +111,10 @@ def head_forward(
             linear(tensors, f"{at}.{name}_proj", x).reshape(heads, size)
             for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads))
         )
+        if f"{at}.q_norm.weight" in tensors:
+            q, k = (
+                [rms(tensors, f"{at}.{name}_norm", head, spec.eps) for head in x] for name, x in (("q", q), ("k", k))
+            )
         residuals.append(residual)
         queries.append([rotate(head, position, spec.rope_theta) for head in q])
         keys.append([rotate(head, position, spec.rope_theta) for head in k])
@@ -119,6 +124,7 @@ def head_forward(
     for item, residual in enumerate(residuals):
         row = visible[item]
         seen = np.flatnonzero(row).tolist() if isinstance(visible, np.ndarray) else sorted(row)
+        seen = [key for key in seen if not spec.window or positions[key] > positions[item] - spec.window]
         heads = []
         for head in range(num_heads):
             kv = head // (num_heads // num_kv_heads)

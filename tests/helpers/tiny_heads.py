@@ -22,6 +22,7 @@ class Dialect(NamedTuple):
     whole: bool = False  # with the target's vocabulary
     joint_norm: bool = False  # one norm over the features of all layers
     fc_norm: bool = False  # one for each layer
+    head_norms: bool = False
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -37,6 +38,7 @@ SPECULATORS_EAGLE3 = {
     "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "norm_before_residual": False,
     "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
 }  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True}
 LAYERS = ((r"^midlayer\.", "layers.0."),)
 MODEL_PREFIX = (*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
 _DIALECTS: dict[str, Dialect] = {
@@ -65,6 +67,10 @@ _DIALECTS: dict[str, Dialect] = {
     "eagle3.1-speculators": Dialect(
         "eagle3", SPECULATORS_EAGLE3 | dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True),
         True, LAYERS, joint_norm=True,
+    ),
+    "eagle3.1-sliding": Dialect(
+        "eagle3", SPECULATORS_EAGLE3 | {"norm_before_fc": True, "norm_output": True} | SLIDING, True, LAYERS,
+        joint_norm=True, head_norms=True,
     ),
     "eagle3.1-tensorrt": Dialect(
         "eagle3", EAGLE3 | {"eagle_config": {"norm_before_fc": True, "return_hidden_post_norm": True}}, renamed=LAYERS,
@@ -175,6 +181,8 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in ("input_layernorm", "hidden_norm")}
         words = vocab if form.whole else size["draft_vocab_size"]
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
+    if form.head_norms:
+        shapes |= {f"{layer}self_attn.{part}_norm.weight": (e,) for part in "qk"}
     if form.joint_norm:
         shapes["input_norm.weight"] = (size["aux_layers"] * target,)
     if form.fc_norm:
