@@ -16,7 +16,7 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         scaling: method that extends the context; "none": not extended.
-        factor: ratio of the extended context length to the original one (linear, dynamic, llama3, yarn).
+        factor: ratio of the extended context length to the original one (linear, dynamic, llama3, yarn, proportional).
         low_freq_factor: llama3: wavelengths above `original_max_position` / `low_freq_factor` are stretched.
         high_freq_factor: llama3: wavelengths below `original_max_position` / `high_freq_factor` are kept.
         original_max_position: tokens of the context before it was extended (dynamic, llama3, yarn).
@@ -25,11 +25,12 @@ class RopeConfig:
         truncate: yarn: round the bounds of the ramp between the two to whole channels.
         divisors: longrope: divisor of each pair's frequency.
         magnitude: factor on cos and sin (yarn, longrope).
-        partial: share of a head's channels that are rotated, from the first channel on.
+        partial: share of a head's channels that are rotated, from the first channel on; with proportional scaling, of
+            its pairs.
     """
 
     theta: float = 10000.0
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -43,7 +44,7 @@ class RopeConfig:
 
     def width(self, head_dim: int) -> int:
         """R: channels of a head that are rotated, the first ones."""
-        return int(head_dim * self.partial)
+        return head_dim if self.scaling == "proportional" else int(head_dim * self.partial)
 
 
 class GroupedHeads:
@@ -142,6 +143,30 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class LayerKinds:
+    """How Gemma 4's layers without a window, and its last layers, differ from the others; see `models.gemma4`.
+
+    Attributes:
+        head_dim: channels of a head in layers without a window.
+        kv_heads: key/value heads of layers without a window.
+        keys_as_values: whether values of layers without a window are their key projections.
+        shared: number of last layers without keys and values. Each reads those of the last layer before them with the
+            same kind of window.
+        double_mlp: whether the MLPs of these layers are twice as wide.
+        inputs: P, channels of each layer's own embedding of a token; 0: none.
+        input_vocab: number of tokens with such embeddings; others have those of token 0.
+    """
+
+    head_dim: int
+    kv_heads: int
+    keys_as_values: bool = False
+    shared: int = 0
+    double_mlp: bool = False
+    inputs: int = 0
+    input_vocab: int = 0
+
+
+@dataclass(frozen=True)
 class ModelConfig(GroupedHeads):
     """A decoder-only transformer, in the dimension letters of ``specjax.cache``.
 
@@ -169,6 +194,7 @@ class ModelConfig(GroupedHeads):
         experts: the mixture of experts; None: every layer has an MLP.
         latent: latent attention; None: grouped-query attention.
         delta: gated delta nets; None: every layer has attention.
+        kinds: what differs between kinds of layers; None: heads and MLPs of all layers have the same sizes.
         dtype: dtype of parameters, activations and pages.
     """
 
@@ -195,10 +221,16 @@ class ModelConfig(GroupedHeads):
     experts: Experts | None = None
     latent: Latent | None = None
     delta: DeltaNet | None = None
+    kinds: LayerKinds | None = None
     dtype: str = "float32"
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def owner(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, unless it shares those of another."""
+        own = self.num_layers - (self.kinds.shared if self.kinds else 0)
+        return layer if layer < own else max(i for i in range(own) if self.window(i) == self.window(layer))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ and multiplying, and launches kernels:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -87,6 +88,8 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
 
 def _size(params: Any) -> tuple[int, int]:
     """Bytes of parameters, and the number of weights. All experts of a mixture count, as in a large batch."""
+    if isinstance(params, Mapping):  # of the layers' own embeddings a token reads a row
+        params = {name: leaf for name, leaf in params.items() if name != "embed_layers"}
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     size = sum(prod(part.shape) * np.dtype(part.dtype).itemsize for part in jax.tree.leaves(params))
     return size, sum(prod(leaf.shape) for leaf in leaves)

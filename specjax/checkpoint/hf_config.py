@@ -26,9 +26,9 @@ from specjax.checkpoint.files import (
 from specjax.checkpoint.quantised import PACKED, formats
 from specjax.checkpoint.tokenizer import turn_end
 from specjax.checkpoint.weights import ModelFiles
-from specjax.config import DeltaNet, Experts, Latent, ModelConfig, RopeConfig
+from specjax.config import DeltaNet, Experts, Latent, LayerKinds, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, table
-from specjax.models.params import dimensions, input_letters, is_product, leaves_of
+from specjax.models.params import EMBEDDINGS, dimensions, input_letters, is_product, leaves_of
 
 Values = Mapping[str, tuple[Any, str]]
 """By key of config.json: the supported value besides null, and its description for messages."""
@@ -38,7 +38,7 @@ QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
 
 SILU = {"hidden_act": ("silu", "silu")}
 NO_WINDOW = {"sliding_window": (0, "null (attention over the whole context)")}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # of transformers 5 and 4
 LAYER_TYPES = ("sliding_attention", "full_attention")
 LAYER_TENSORS = 6  # the fewest of a layer, Phi-3's
@@ -122,7 +122,7 @@ def effective_quantization(name: str, hf_config: Mapping[str, Any], config: Mode
     sizes = dimensions(config)
     for leaf in filter(is_product, leaves_of(table(config)) if quantization == "int4" else ()):
         inputs = math.prod(sizes[letter] for letter in input_letters(leaf))
-        if inputs % PACKED and (leaf.name != "embed" or config.tied_embeddings):
+        if inputs % PACKED and (leaf.name not in EMBEDDINGS or (leaf.name == "embed" and config.tied_embeddings)):
             problem = f"and {leaf.name} of {name} has {inputs}; int8 and fp8 take any number"
             raise CheckpointOptionError("quantization", f"int4 needs inputs in groups of {PACKED}, {problem}")
     return quantization
@@ -215,20 +215,71 @@ def _gemma(config: Settings, layers: int) -> dict[str, Any]:
 
 
 def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
-    pattern = config.integer("sliding_window_pattern", 6)
+    pattern, head_dim = config.integer("sliding_window_pattern", 6), config.integer("head_dim", 256)
     windows = _windows(config, layers, lambda layer: (layer + 1) % pattern != 0)
-    head_dim, positions = config.integer("head_dim", 256), config.integer("max_position_embeddings", 131072)
-    section = config.section("rope_parameters")
+    return windows | _two_ropes(config, head_dim, head_dim)
+
+
+def _two_ropes(config: Settings, head_dim: int, full_head_dim: int) -> dict[str, Any]:
+    """Rotary embeddings of layers without and with a window."""
+    positions, section = config.integer("max_position_embeddings", 131072), config.section("rope_parameters")
     if any(key in section for key in LAYER_TYPES):
         local, full = (Settings({"rope_parameters": section.get(key)}) for key in LAYER_TYPES)
     else:  # transformers 4
         full = Settings({key: config.get(key) for key in (*ROPE_SECTIONS, "rope_theta")})
         local = Settings({"rope_theta": config.get("rope_local_base_freq")})
-    ropes = {
-        "rope": read_rope(full, positions, head_dim=head_dim, theta=1e6),
+    return {
+        "rope": read_rope(full, positions, head_dim=full_head_dim, theta=1e6),
         "window_rope": read_rope(local, positions, head_dim=head_dim, theta=1e4),
     }
-    return windows | ropes
+
+
+def _gemma4(config: Settings, layers: int) -> dict[str, Any]:
+    types = config.optional("layer_types", [LAYER_TYPES[(layer + 1) % 6 == 0] for layer in range(layers)])
+    if isinstance(types, list):
+        types = [*types[:-1], LAYER_TYPES[1]]  # as in transformers
+    config = Settings(config | {"layer_types": types}, config.holds)
+    windows, sliding = _windows(config, layers, lambda layer: False), layers_with_window(config, layers)
+    full, head_dim = _layer_sizes(config, sliding)
+    shared = config.integer("num_kv_shared_layers", 0, least=0)
+    if not {*sliding[layers - shared :]} <= {*sliding[: max(layers - shared, 0)]}:
+        raise invalid("num_kv_shared_layers", shared, "a number that leaves a layer of each kind before those")
+    inputs = config.integer("hidden_size_per_layer_input", least=0)
+    experts, key = None, "num_experts"
+    if config.boolean("enable_moe_block"):
+        count, per_token = config.count(key, each=layers), config.integer("top_k_experts")
+        at_most(per_token, count, "top_k_experts", key)
+        experts = Experts(count, per_token, config.integer("moe_intermediate_size"), tuple(range(layers)))
+    cap = None if config.get("final_logit_softcapping") is None else config.number("final_logit_softcapping")
+    return windows | _two_ropes(config, head_dim, full[0]) | {
+        "kinds": LayerKinds(
+            *full, keys_as_values=config.boolean("attention_k_eq_v"), shared=shared, inputs=inputs,
+            double_mlp=config.boolean("use_double_wide_mlp"),
+            input_vocab=config.integer("vocab_size_per_layer_input", 262144) if inputs else 0,
+        ),
+        "experts": experts, "logit_softcap": cap, "query_scale": 1.0,
+    }  # fmt: skip
+
+
+def _layer_sizes(config: Settings, sliding: list[bool]) -> tuple[tuple[int, int], int]:
+    """Channels and key/value heads of layers without a window, and channels of the others. Published files have keys
+    for layers without a window, transformers 5.24 writes an object for each."""
+    heads, kv_heads = read_heads(config)
+    sizes = {"head_dim": config.integer("head_dim"), "num_key_value_heads": kv_heads}
+    by_layer = config.section("per_layer_config")
+    if config.get("per_layer_config") is None:
+        named = {"head_dim": config.integer("global_head_dim", 512)}
+        if config.boolean("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+            named["num_key_value_heads"] = config.integer("num_global_key_value_heads")
+        by_layer = Settings({str(layer): named for layer, slides in enumerate(sliding) if not slides})
+    kinds: dict[bool, Settings] = {True: Settings(sizes)}
+    for layer, slides in enumerate(sliding):
+        own = by_layer.section(str(layer))
+        if kinds.setdefault(slides, Settings(sizes | own)) != sizes | own or own.keys() - sizes.keys():
+            problem = "head_dim and num_key_value_heads, equal in all layers without a window, and there only"
+            raise unsupported(f"per_layer_config of layer {layer}", dict(own), problem)
+    full = kinds[False] | {"num_attention_heads": heads}
+    return (Settings(full).integer("head_dim"), read_heads(Settings(full))[1]), sizes["head_dim"]
 
 
 def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
@@ -338,6 +389,19 @@ _GEMMA_ONLY = {
     "use_bidirectional_attention": (False, "false (causal attention)"),
 }
 
+_GEMMA4: Any = {
+    "defaults": {
+        "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True, "hidden_size_per_layer_input": 256,
+    },
+    "only": {
+        "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"), "attention_bias": (False, "false"),
+        "use_bidirectional_attention": ("vision", "null or vision (causal attention of texts)"),
+    },
+    "float16": False,
+}  # fmt: skip
+_UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0}
+
 _DELTA: Any = {
     "defaults": {
         "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "norm_topk_prob": True
@@ -381,6 +445,13 @@ READERS: Mapping[str, Reader] = {
         _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
         _GEMMA_ONLY, text_config=True, float16=False,
     ),
+    **{
+        f"Gemma4{kind}For{use}": Reader(
+            (_gemma4,), text_config=use == "ConditionalGeneration",
+            **_GEMMA4 | {"defaults": _GEMMA4["defaults"] | (_UNIFIED if kind else {})},
+        )
+        for kind in ("", "Unified") for use in ("CausalLM", "ConditionalGeneration")
+    },
     "Phi3ForCausalLM": Reader(
         (_every_window,), {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
     ),
@@ -437,10 +508,11 @@ def read_rope(
     section = rope_section(config)
     if by_layer := [key for key, value in section.items() if isinstance(value, Mapping)]:
         raise unsupported("the rotary embedding given by layer type", by_layer, "one for all layers")
+    rope_type = section.optional("rope_type", section.optional("type", "default"))
+    partial = partial or rope_type == "proportional"
     share = section.optional("partial_rotary_factor", config.optional("partial_rotary_factor", 1))
     if share != 1 and not (partial and type(share) is float and 0 < share < 1):
         raise unsupported("partial_rotary_factor", share, "a number above 0, at most 1" if partial else "1.0")
-    rope_type = section.optional("rope_type", section.optional("type", "default"))
     if rope_type in ("su", "yarn") and "long_factor" in section:  # the first Phi-3 models
         rope_type = "longrope"
     if rope_type not in ROPE_TYPES:
@@ -467,6 +539,8 @@ def _scaling(
     """The scaling without theta. Raises KeyError for an absent key."""
     if rope_type == "default":
         return RopeConfig()
+    if rope_type == "proportional":
+        return RopeConfig(scaling="proportional", factor=section.number("factor", 1.0))
     key = "original_max_position_embeddings"  # Phi-3 has it outside the section
     original = (config if config.get(key) is not None else section).integer(key, max_positions)
     is_dynamic, is_yarn, is_longrope = (rope_type == name for name in ("dynamic", "yarn", "longrope"))
@@ -563,8 +637,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
     """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
-    tokenizer's end-of-sequence token, the token that the chat template writes after an answer and, for gpt-oss, the
-    tokens after an answer and a call. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
+    tokenizer's end-of-sequence token, the token that the chat template writes after an answer, and the
+    tokens that end an answer or a call of gpt-oss, or a call of Gemma 4. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
     never be drawn and is omitted."""
     limit = math.inf if vocab_size is None else vocab_size
     stops: list[int] = []
@@ -579,7 +653,7 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
     names = getattr(tokenizer, "get_added_vocab", dict)()
     # Harmony's turns have several messages, whose <|end|> does not end the turn.
     is_harmony = "<|channel|>" in names
-    ends = [names.get("<|return|>"), names.get("<|call|>")] if is_harmony else [turn_end(tokenizer)]
+    ends = [names.get("<|return|>"), names.get("<|call|>")] if is_harmony else [turn_end(tokenizer), names.get("<|tool_response>")]
     for token in (getattr(tokenizer, "eos_token_id", None), *ends):
         if isinstance(token, int) and 0 <= token < limit:
             stops.append(token)

@@ -108,6 +108,7 @@ def check_tensors(files: ModelFiles, config: ModelConfig) -> tuple[Table, Sizes,
     mtp = mtp_tensors(tensors.keys(), config)
     shapes = {name: entry.shape for name, entry in tensors.items() if name not in mtp}
     optional = ({declarations.HEAD_TENSOR} if config.tied_embeddings else set()) | _zero_biases(tensors)
+    optional |= shared_tensors(config, "model.layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm"))
     if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
         advice = "Use the config.json that was saved with these weights"
         if any(name.endswith(_QUANTISED_NAMES) for name in tensors):
@@ -125,6 +126,12 @@ def _zero_biases(tensors: Entries) -> set[str]:
         and isinstance(tensors.get(f"{name.removesuffix('bias')}weight"), QuantisedEntry)
         and not np.any(entry.read())
     }
+
+
+def shared_tensors(config: ModelConfig, form: str, names: Iterable[str]) -> set[str]:
+    """Tensors of keys and values that published files have in layers that share those of another layer."""
+    shared = (layer for layer in range(config.num_layers) if config.owner(layer) != layer)
+    return {form.format(layer, name) for layer in shared for name in names}
 
 
 def misfits(

@@ -32,7 +32,9 @@ LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.i
 MAX_EXPERTS = 2**13  # in one tensor; a layer of a published model has at most 512
 
 OTHER_MODALITIES = tuple(
-    f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+    f"{model}{part}."
+    for model in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "visual", "audio_tower", "embed_vision", "embed_audio")
 )
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
@@ -158,11 +160,11 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
 
 
 def _experts(entry: TensorEntry, names: Container[str]) -> Iterable[tuple[str, TensorEntry]]:
-    """The matrices of experts in one tensor, [X, 2 I, M] or [X, M, I], named as if each had its own (Qwen3.5). Those of
-    gpt-oss, which have biases, are transposed and stay in one tensor."""
+    """The matrices of experts in one tensor, [X, 2 I, M] or [X, M, I], named as if each had its own (Qwen3.5, Gemma 4).
+    Those of gpt-oss, which have biases, are transposed and stay in one tensor."""
     projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     stem, _, name = entry.name.rpartition(".")
-    is_stacked = stem.endswith(".mlp.experts") and len(entry.shape) == 3 and f"{entry.name}_bias" not in names
+    is_stacked = stem.endswith(".experts") and len(entry.shape) == 3 and f"{entry.name}_bias" not in names
     if name not in projections or not is_stacked or 0 in entry.shape or entry.shape[0] > MAX_EXPERTS:
         return [(entry.name, entry)]
     count, rows, columns = entry.shape

@@ -36,6 +36,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3",
+        **dict.fromkeys(
+            (f"Gemma4{kind}For{use}" for kind in ("", "Unified") for use in ("CausalLM", "ConditionalGeneration")),
+            "gemma4",
+        ),
         "Phi3ForCausalLM": "phi3",
         "DeepseekV3ForCausalLM": "deepseek_v3",
         **dict.fromkeys(

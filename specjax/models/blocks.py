@@ -98,6 +98,7 @@ class Past(NamedTuple):
     before: Any = None  # cache entries of a draft's upper levels, which are not committed: [B, C - N, ...]
     before_positions: Positions | None = None  # [B, C - N]; read with a window only
     ragged: Ragged | None = None  # x, rotation, positions and residual are [1, U, ...] for a block [B, N, ...]
+    shared: Any = None  # cache entries of the block, of a layer that shares them; `pages` and `before` are its, too
 
 
 @dataclass(frozen=True)
@@ -126,24 +127,36 @@ def attention(
     the weights `query_norm` and `key_norm`.
     """
     rotated = _rotated(x, weights, rotation, head_norm, norm)
+    return attended(
+        rotated, x.shape, weights, positions, mask, past, backend=backend, scores=scores, residual=residual, gate=gate
+    )
+
+
+def attended(
+    rotated: Array, shape: tuple[int, ...], weights: Weights, positions: Positions, mask: Any, past: Past, *,
+    backend: Backend, scores: Scores, residual: Float[Array, "B N M2"] | None = None, gate: Array | None = None,
+) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
+    """`attention` of rotated queries, keys and values [B, N, K, G + 2, E], for an x of this shape."""
     ragged = past.ragged
     if ragged is not None:
         rotated, positions = ragged.parted(rotated), ragged.parted(positions)
+    if past.shared is not None:
+        rotated = jnp.concatenate([rotated, *(entry[:, :, :, None] for entry in past.shared)], axis=3)
     if callable(backend):
-        attended = backend(rotated, past, positions, mask, scores)
+        out = backend(rotated, past, positions, mask, scores)
     else:
         scale = rotated.shape[4] ** -0.5 if scores.scale is None else scores.scale
         # Only a CPU without a mesh has ragged blocks.
         queries = None if ragged is None else ragged.length
         options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
         options["queries"] = queries
-        attended = _by_heads(rotated, past, positions, mask, scores.sinks, options)
+        out = _by_heads(rotated, past, positions, mask, scores.sinks, options)
     if ragged is not None:
-        attended = ragged.joined(attended)
-    attended = attended.reshape(*x.shape[:2], -1)
+        out = ragged.joined(out)
+    out = out.reshape(*shape[:2], -1)
     if gate is not None:
-        attended = attended * jax.nn.sigmoid(gate.reshape(attended.shape))
-    return mesh.whole(linear(attended, weights, "output", residual=residual)), _key_value(rotated)
+        out = out * jax.nn.sigmoid(gate.reshape(out.shape))
+    return mesh.whole(linear(out, weights, "output", residual=residual)), _key_value(rotated)
 
 
 def keys_values(

@@ -5,7 +5,7 @@ A family (`specjax.models.families`) declares its parameters (`table`) and may d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -38,10 +38,13 @@ from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
 
 
-def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]]) -> Table:
-    """All parameters: `embed`, `final_norm`, `head` (unless tied), and a dict `layers_i` of `layer(i)` for each i."""
+def decoder_table(
+    config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]], ends: tuple[Leaf, ...] = ()
+) -> Table:  # fmt: skip
+    """All parameters: `embed`, `final_norm`, `head` (unless tied), `ends`, and a dict `layers_i` of `layer(i)` for each
+    i."""
     every = (Scope(layer(i), f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))
-    return (Scope(end_leaves(tied=config.tied_embeddings)), *every)
+    return (Scope((*end_leaves(tied=config.tied_embeddings), *ends)), *every)
 
 
 def mixed_table(config: ModelConfig, leaves: tuple[Leaf, ...]) -> Table:
@@ -151,24 +154,26 @@ class Decoder(nn.Module):
         ragged: Ragged | None = None,
     ) -> ForwardOutput:  # fmt: skip
         c = self.config
-        if self.input_scale != 1:
-            x = x * jnp.asarray(self.input_scale, x.dtype)  # rounded, as in Hugging Face's models
-        width = c.latent.rope_dim if c.latent else c.head_dim
         if ragged is not None:
             x, positions = ragged.joined(ragged.cleared(x)), ragged.joined(positions)
+        x, others = self.inputs(x)
+        width = c.latent.rope_dim if c.latent else c.kinds.head_dim if c.kinds else c.head_dim
         everywhere = rotations(c.rope, width, positions)
-        in_windows = everywhere if c.window_rope is None else rotations(c.window_rope, width, positions)
+        in_windows = everywhere if c.window_rope is None else rotations(c.window_rope, c.head_dim, positions)
         # Layers of the same shapes share one trace: half the time to the first token.
         kinds = {(layer.leaves, layer.window) for layer in self.layers}
         traced = {kind: jax.jit(self.layer(c, *kind, self.backend, parent=None).apply) for kind in kinds}
         outputs, entries = [], []
         for i, layer in enumerate(self.layers):
-            past = Past(cache[i], page_table, prefix_length, ragged=ragged)
+            owner = c.owner(i)
+            past = Past(cache[owner], page_table, prefix_length, ragged=ragged)
             if before is not None:
-                past = past._replace(before=before.block[i], before_positions=before.positions)
+                past = past._replace(before=before.block[owner], before_positions=before.positions)
+            if owner != i:
+                past = past._replace(shared=entries[owner])
             rotation = everywhere if layer.window is None else in_windows
             run = cast(Any, traced[layer.leaves, layer.window])
-            x, block = run(layer.variables, x, rotation, positions, mask, past)
+            x, block = run(layer.variables, x, rotation, positions, mask, past, *others[i])
             entries.append(block)
             outputs.append(x)
         hidden = rms_norm(x, self.weights["final_norm"], c.norm_epsilon, offset=self.layer.norm_offset)
@@ -178,6 +183,12 @@ class Decoder(nn.Module):
         if ragged is not None:
             hidden, selected = ragged.parted(hidden), None if selected is None else ragged.parted(selected)
         return ForwardOutput(hidden, selected, tuple(entries))
+
+    def inputs(self, x: Float[Array, "B N X"]) -> tuple[Hidden, Sequence[tuple[Array, ...]]]:
+        """The first layer's input from embeddings, and for each layer further arguments."""
+        if self.input_scale != 1:
+            x = x * jnp.asarray(self.input_scale, x.dtype)  # rounded, as in Hugging Face's models
+        return x, [()] * self.config.num_layers
 
     def unembed(
         self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None, *, capped: bool = True
@@ -217,9 +228,10 @@ class Family(NamedTuple):
     table: Callable[[ModelConfig], Table]
     layer: type[Layer] = Layer
     input_scale: Callable[[ModelConfig], float] = lambda config: 1.0  # see `Decoder`
+    decoder: type[Decoder] = Decoder
 
     def module(self, config: ModelConfig, backend: Backend = None) -> Decoder:
-        return Decoder(config, self.table(config), self.layer, self.input_scale(config), backend)
+        return self.decoder(config, self.table(config), self.layer, self.input_scale(config), backend)
 
     def make_target(self, config: ModelConfig, *, backend: Backend = None) -> Target:
         """The three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
@@ -239,4 +251,4 @@ class Family(NamedTuple):
 
     def init_params(self, config: ModelConfig, key: Array) -> Weights:
         """Random parameters (normal, 0.02), for tests and benchmarks."""
-        return jax.jit(partial(self.module(config).init, method=Decoder.parameters))(key)["params"]
+        return jax.jit(partial(self.module(config).init, method="parameters"))(key)["params"]

@@ -78,7 +78,7 @@ class DraftHead:
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         if self.config.own_embedding:
             return embedding_rows(params["embed"], tokens, self.config.dtype)
-        return self.target.embed(target_params, tokens)
+        return self.target.embed(target_params, tokens)[..., : self.target.config.hidden_size]
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as input of the head. Outputs of the head are used without this step."""

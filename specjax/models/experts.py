@@ -32,18 +32,21 @@ from specjax.models.params import linear as linear_leaves
 
 
 @cache
-def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
+def expert_leaves(
+    experts: Experts, prefix: str = "mlp.experts.", router: str = "mlp.gate.weight"
+) -> tuple[Leaf, ...]:  # fmt: skip
     """Router, stacked experts and the shared MLP of a layer."""
 
     def stacked(projection: str, axes: str, *parts: Part) -> list[Tensor]:
+        gguf = f"ffn_{projection.removesuffix('_proj')}_exps"
         return [
-            Tensor(f"mlp.experts.{e}.{projection}.weight", axes, (Part("X", offset=e), *parts))
+            Tensor(f"{prefix}{e}.{projection}.weight", axes, (Part("X", offset=e), *parts), f"{gguf}.{e}.weight")
             for e in range(experts.count)
         ]
 
     wide = (*stacked("gate_proj", "i M", GATE), *stacked("up_proj", "i M", UP))
     leaves = [
-        Leaf("router", "M -> X", (Tensor("mlp.gate.weight", "X M"),), replicated=True),
+        Leaf("router", "M -> X", (Tensor(router, "X M", gguf="ffn_gate_inp.weight"),), replicated=True),
         Leaf("experts_gate_up", "X M -> 2 i", wide),
         Leaf("experts_down", "X i -> M", tuple(stacked("down_proj", "M i"))),
     ]
@@ -74,11 +77,14 @@ def stacked_leaves() -> tuple[Leaf, ...]:
     )
 
 
-def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = swiglu) -> Hidden:
-    """The output of a layer's experts for a normalised x."""
+def mixture(
+    x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = swiglu, routed: Hidden | None = None
+) -> Hidden:
+    """The output of a layer's experts for a normalised x. `routed`: input of the router; None: x."""
     rows = x.reshape(-1, x.shape[-1])
-    ids, gates = route(rows, weights, experts)
-    own = {name.removeprefix("experts_"): leaf for name, leaf in weights.items() if name.startswith("experts_")}
+    ids, gates = route(rows if routed is None else routed.reshape(rows.shape), weights, experts)
+    names = ("gate_up", "gate_up_bias", "down", "down_bias")
+    own = {name: weights[f"experts_{name}"] for name in names if f"experts_{name}" in weights}
     down_bias = own.pop("down_bias", None)
     groups = mesh.groups()
     few: Any = partial(_gathered, spread=groups > 1)
@@ -139,6 +145,8 @@ def route(
     gates = jnp.take_along_axis(scores, ids, axis=1)
     if experts.normalised:
         gates = gates / (jnp.sum(gates, axis=1, keepdims=True) + 1e-20)
+    if "router_scale" in weights:
+        gates = gates * weights["router_scale"].astype(jnp.float32)[ids]
     return ids, gates * experts.scale
 
 

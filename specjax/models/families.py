@@ -1,5 +1,5 @@
 """The families of targets: which leaves a layer has, and Gemma's layer. DeepSeek-V3 is in `deepseek`, Qwen3.5 and
-Qwen3-Next in `delta`.
+Qwen3-Next in `delta`, Gemma 4 in `gemma4`.
 
     llama       Llama 2, 3, 3.1, 3.2, SmolLM2; Mistral with and without a sliding window
     qwen2       Qwen2 and Qwen2.5: biases of queries, keys and values; MiMo-7B
@@ -8,6 +8,7 @@ Qwen3-Next in `delta`.
     gpt_oss     sinks, a window in every other layer, experts with biases and a clamped activation
     gemma2      norms before and after attention and MLP, soft caps, a sliding window in every other layer
     gemma3      norms of each query and key head instead of soft caps; a window and its own RoPE in five of six layers
+    gemma4      layers of two kinds, see `gemma4`
 
 Biases, windows, caps and rotary embeddings follow from the config.
 """
@@ -26,7 +27,7 @@ from jax import Array
 
 from specjax.cache import Hidden, Positions
 from specjax.config import ModelConfig
-from specjax.models import deepseek, delta
+from specjax.models import deepseek, delta, gemma4
 from specjax.models.blocks import Activation, Past
 from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
 from specjax.models.experts import stacked_leaves
@@ -39,7 +40,6 @@ from specjax.models.params import (
     Tensor,
     attention_leaves,
     mlp_leaves,
-    norm,
 )
 from specjax.models.rope import Rotation
 
@@ -78,10 +78,10 @@ def _gemma(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = ()) -> Table:
         *_attention(config),
         *head_norms,
         ATTENTION_NORM,
-        norm("attention_output_norm", "post_attention_layernorm.weight", "post_attention_norm.weight"),
+        gemma4.OUTPUT_NORM,
         *mlp_leaves(bias=False),
-        norm("mlp_norm", "pre_feedforward_layernorm.weight", "ffn_norm.weight"),
-        norm("mlp_output_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
+        gemma4.GEMMA_MLP_NORM,
+        gemma4.MLP_OUTPUT_NORM,
     )
     return decoder_table(config, lambda i: layer)
 
@@ -89,7 +89,7 @@ def _gemma(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = ()) -> Table:
 class GemmaLayer(Layer):
     """A layer with norms of the outputs of attention and MLP. Norms multiply by 1 + weight."""
 
-    activation: ClassVar[Activation] = staticmethod(lambda gate, up: jax.nn.gelu(gate, approximate=True) * up)
+    activation: ClassVar[Activation] = staticmethod(gemma4.gelu_gated)
     norm_offset: ClassVar[float] = 1.0
 
     def __call__(
@@ -111,6 +111,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt_oss": Family(_gpt_oss, GptOssLayer),
         "gemma2": Family(_gemma, **_GEMMA),
         "gemma3": Family(partial(_gemma, head_norms=HEAD_NORMS), **_GEMMA),
+        "gemma4": gemma4.FAMILY,
         "deepseek_v3": deepseek.FAMILY,
         "qwen3_next": delta.FAMILY,
     }

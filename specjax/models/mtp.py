@@ -37,7 +37,7 @@ class MtpHead:
         return self._layer.page_spec(self.config.layer)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
-        return self.target.embed(target_params, tokens)
+        return self.target.embed(target_params, tokens)[..., : self.target.config.hidden_size]
 
     def fuse(self, params: Weights, features: Float[Array, "B N M"]) -> Hidden:
         return features

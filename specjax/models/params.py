@@ -9,7 +9,9 @@ group (its query heads, its key, its value); 2, the gate and the up projection o
 widths of an expert's and of the shared MLP; of latent attention c the latent, a the queries' latent, n and r a head's
 channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r; of gated attention d = 2 E;
 of gated delta nets h key heads, j value heads for each, b = 2 j, k and u the channels of a key and of a value, e = j u
-the values of a key head, A = 2 k, y = A + e its query, key and values, Z = y + e, t taps of the convolution.
+the values of a key head, A = 2 k, y = A + e its query, key and values, Z = y + e, t taps of the convolution; of Gemma 4
+f, g, l and o in place of K, G, E and Q in layers without a window, o without values that are keys, D = 2 I, P channels
+of a layer's own embeddings, Y = L P, U their tokens.
 
 A checkpoint's tensor fills a leaf or a part of it. Its axes are products of letters: "KGE M" is a matrix [K*G*E, M].
 Loading splits the products and transposes to the leaf's order. Worked example, H = 4 query heads and K = 2 key/value
@@ -53,7 +55,12 @@ AXES = {
     "s": "mlp",
     "X": "experts",
     "h": "heads",
+    "f": "kv_heads",
+    "D": "mlp",
+    "U": "vocab",
 }
+EMBEDDINGS = ("embed", "embed_layers")
+"""Leaves of which a token reads a row."""
 
 
 class Part(NamedTuple):
@@ -71,6 +78,22 @@ class Part(NamedTuple):
 
 QUERIES, KEY, VALUE = Part("Q", "G"), Part("Q", after="G"), Part("Q", after="G", offset=1)
 GATE, UP = Part("2"), Part("2", offset=1)
+
+
+def renamed(leaves: Iterable[Leaf], letters: Mapping[str, str]) -> tuple[Leaf, ...]:
+    """Leaves with other dimension letters of their shapes and tensors."""
+    named = str.maketrans(dict(letters))
+
+    def part(part: Part) -> Part:
+        return part._replace(**{key: getattr(part, key).translate(named) for key in ("axis", "letter", "after")})
+
+    def tensor(tensor: Tensor) -> Tensor:
+        return replace(tensor, axes=tensor.axes.translate(named), parts=tuple(map(part, tensor.parts)))
+
+    return tuple(
+        replace(leaf, letters=leaf.letters.translate(named), tensors=tuple(map(tensor, leaf.tensors)))
+        for leaf in leaves
+    )
 
 
 @dataclass(frozen=True)
@@ -232,6 +255,11 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
         j, k, u = delta.value_heads // delta.key_heads, delta.key_dim, delta.value_dim
         sizes |= {"h": delta.key_heads, "j": j, "k": k, "u": u, "e": j * u, "t": delta.taps}
         sizes |= {"y": 2 * k + j * u, "A": 2 * k, "Z": 2 * (k + j * u), "b": 2 * j}
+    if isinstance(config, ModelConfig) and (kinds := config.kinds):
+        group = config.num_heads // kinds.kv_heads
+        sizes |= {"f": kinds.kv_heads, "g": group, "l": kinds.head_dim, "o": group + 2 - kinds.keys_as_values}
+        sizes |= {"D": 2 * config.intermediate_size, "P": kinds.inputs, "Y": config.num_layers * kinds.inputs}
+        sizes |= {"U": kinds.input_vocab}
     return sizes
 
 
@@ -306,14 +334,14 @@ def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -
 def is_product(leaf: Leaf) -> bool:
     """True if a leaf may be quantised: the embedding, and linear maps except small ones that every device has. One is a
     router: quantisation would change which experts it chooses."""
-    return leaf.name == "embed" or (leaf.matrix is not None and not leaf.replicated)
+    return leaf.name in EMBEDDINGS or (leaf.matrix is not None and not leaf.replicated)
 
 
 def read_leaves(table: Table) -> Iterator[Leaf]:
-    """The leaves that a forward reads as a whole: all except an embedding that is not the output matrix."""
+    """The leaves that a forward reads as a whole: all except embeddings that are not the output matrix."""
     leaves = [*leaves_of(table)]
     tied = not any(leaf.matrix and "vocab" in leaf.axes for leaf in leaves)
-    return (leaf for leaf in leaves if tied or leaf.matrix or "vocab" not in leaf.axes)
+    return (leaf for leaf in leaves if leaf.name not in EMBEDDINGS or (tied and leaf.name == "embed"))
 
 
 @dataclass(frozen=True)

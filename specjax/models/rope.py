@@ -32,6 +32,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     `llama3` (Llama 3.1): wavelengths above original_max / low_freq_factor are multiplied by `factor`, wavelengths below
     original_max / high_freq_factor are unchanged, and wavelengths in between are interpolated. `yarn` interpolates with
     a ramp over the channels. `longrope` has a divisor for each pair. `dynamic` is unscaled here, see `rotations`.
+    `proportional` (Gemma 4): the first pairs rotate as without scaling, the others not at all; not the same as rotating
+    the first channels only, since a pair's channels are half a head apart.
     """
     width = rope.width(head_dim)
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
@@ -41,6 +43,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
             return frequency
         case "linear":
             return frequency / np.float32(rope.factor)
+        case "proportional":
+            rotated = np.arange(width // 2) < int(width * rope.partial) // 2
+            return np.where(rotated, frequency / np.float32(rope.factor), np.float32(0))
         case "longrope":
             divisors = np.array(rope.divisors, np.float32)
             return (1.0 / (divisors * np.float32(rope.theta) ** exponent)).astype(np.float32)

@@ -49,7 +49,8 @@ class Target(NamedTuple):
 
     Attributes:
         config: sizes of the model.
-        embed: (params, tokens int32 [B, N]) -> [B, N, M].
+        embed: (params, tokens int32 [B, N]) -> [B, N, M], or more channels: what `forward` reads. The first M are the
+            embedding.
         forward: (params, x [B, N, M], positions int32 [B, N], mask, cache, page_table, prefix_length, *, features,
             before, ragged) -> `ForwardOutput`. `mask`: `specjax_kernels.CAUSAL`, or packed ancestor bits [B, N, W].
             `features`: see `specjax.drafters.base`. `before`: `Before` or None; its keys are the first C - N bits of

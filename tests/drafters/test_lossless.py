@@ -221,17 +221,18 @@ def cases() -> list[Case]:
 
 QUICK = {
     ("NONE", "qwen3_moe"), ("random trees", "table"), ("absurd trees", "qwen2"), ("absurd trees", "deepseek_v3"),
-    ("NGRAM", "phi3"), ("EAGLE chain", "gemma2"), ("EAGLE tree", "qwen3_next"), ("EAGLE3 tree", "qwen3_next"),
+    ("NGRAM", "phi3"), ("EAGLE chain", "gemma2"), ("EAGLE tree", "qwen3_next"), ("EAGLE3 tree", "gemma4_shared"),
     ("MTP head", "pairs"), ("MTP layers", "qwen3"), ("DFLASH chain", "gpt_oss"), ("DFLASH tree", "gemma3"),
     ("DSPARK tree", "llama"), ("DFLASH2 tree", "mimo"), ("STANDALONE itself", "mistral"),
     ("STANDALONE gemma3", "qwen3_5"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
+    ("DFLASH tree", "gemma4"), ("NGRAM", "gemma4_experts"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
 
 def test_quick_cases_cover_all_values():
     quick = [case for case in cases() if case[:2] in QUICK]
-    assert len(quick) == len(QUICK) <= 18
+    assert len(quick) == len(QUICK) <= 20
     assert {case.drafter for case in quick} == {*DRAFTERS}
     assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
     assert {case[2:] for case in quick} == {*itertools.product((1, 4), (False, True), (False, True))}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tiny_checkpoints import save_model, save_mtp
+from tiny_checkpoints import SIZES, save_model, save_mtp
 from toy_models import Toy
 
 from specjax.checkpoint import load_params, model_config, resolve
@@ -42,6 +42,19 @@ GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
 # Logits of random Gemma 2 models reach 20, so caps of 2 and 8 have an effect.
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
 
+GEMMA_4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "final_logit_softcapping": 8.0,
+    "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA_4_SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "num_key_value_heads": 1,
+}  # fmt: skip
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
+    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+}  # fmt: skip
+
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_attention_heads": 8}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
@@ -58,6 +71,9 @@ FAMILIES = DENSE | {
     "qwen3_5": ("Qwen3_5", DELTA),
     "qwen3_next": ("Qwen3Next", EXPERTS | DELTA | {"shared_expert_intermediate_size": 20}),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "gemma4": ("Gemma4Unified", GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4_shared": ("Gemma4", GEMMA_4 | GEMMA_4_SHARED),
+    "gemma4_experts": ("Gemma4", GEMMA_4 | GEMMA_4_EXPERTS),
 }
 RECURRENT = ("qwen3_5", "qwen3_next")
 """Families with states of rows, which a STANDALONE draft cannot have."""
@@ -67,11 +83,13 @@ MTP_STYLES = {"mimo": "mimo", "deepseek_v3": "deepseek", "qwen3": "qwen3_next", 
 
 
 def save_family(folder: Path, family: str, *, mtp_layers: int = 0, **changes: Any) -> Path:
-    """Saves a random model of two layers; of both kinds, if a family has two. The weights are large enough for text
-    that varies."""
+    """Saves a random model of two layers, or of four with shared keys and values; of both kinds, if a family has two.
+    The weights are large enough for text that varies."""
     architecture, sizes = FAMILIES[family]
     common = {"initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 0}
     fields = common | sizes | changes | {"seed": list(FAMILIES).index(family)}
+    if fields.get("hidden_size_per_layer_input"):
+        fields["vocab_size_per_layer_input"] = fields.get("vocab_size", SIZES["vocab_size"])
     if mtp_layers:
         save_mtp(folder, f"{architecture}ForCausalLM", MTP_STYLES[family], count=mtp_layers, **fields)
     else:

@@ -57,8 +57,11 @@ def save_model(
     model = kind(kind.config_class(**(SIZES | changes)))
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or name.endswith(("bias", "sinks", "gate.weight", "router.weight")):
+            factors = ("bias", "sinks", "gate.weight", "router.weight", "layer_scalar", "router.scale", "expert_scale")
+            if "norm" in name or (name.endswith(factors) and "per_layer_input" not in name):
                 parameter.uniform_(0.5, 1.5)
+                if "Gemma4" in architecture and name.endswith("q_norm.weight"):
+                    parameter *= 0.25  # scores are not scaled by E ** -0.5
             elif name.endswith("A_log"):  # decays by a factor of about 0.9 to 0.5 a token
                 parameter.uniform_(-3.0, -1.0)
     model = model.to(getattr(torch, dtype))

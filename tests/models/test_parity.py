@@ -45,6 +45,14 @@ DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
 TWO = {"num_hidden_layers": 2, "full_attention_interval": 2}  # experts increase rounding errors
 SHARED = {"shared_expert_intermediate_size": 20}
 
+GEMMA_4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "hidden_size_per_layer_input": 0}
+GEMMA_4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+GEMMA_4 |= {"final_logit_softcapping": 30.0}
+GEMMA_4_LARGE = GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA_4_SMALL = GEMMA_4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300}
+GEMMA_4_SMALL |= {"num_kv_shared_layers": 3}
+GEMMA_4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 8}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", UNTIED | {"num_key_value_heads": 4}),
     "llama 3": ("Llama", UNTIED | {"num_attention_heads": 8}),
@@ -75,6 +83,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 20, "num_hidden_layers": 3, "sliding_window_pattern": 2}
         | {"query_pre_attn_scalar": 24},
     ),
+    "gemma 4 e2b": ("Gemma4", GEMMA_4_SMALL | {"use_double_wide_mlp": True, "num_key_value_heads": 1}),
+    "gemma 4 e4b": ("Gemma4", GEMMA_4_SMALL),
+    "gemma 4 12b": ("Gemma4Unified", {k: v for k, v in GEMMA_4_LARGE.items() if "per_layer" not in k}),
+    "gemma 4 26b": ("Gemma4", GEMMA_4_LARGE | GEMMA_4_EXPERTS),
+    "gemma 4 31b": ("Gemma4", GEMMA_4_LARGE | {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "phi 3": ("Phi3", UNTIED | {"sliding_window": 30, "pad_token_id": 0}),
     "phi 3 longrope": ("Phi3", UNTIED | {"rope_parameters": LONG_ROPE, "pad_token_id": 0}),
     "phi 4 mini": (
@@ -133,7 +146,7 @@ def folders(tmp_path_factory):
 
 ALIKE = {
     "llama 2", "llama 3.2", "llama linear", "biases", "qwen2", "mimo", "qwen3", "gpt oss plain", "phi 3", "phi 4 mini",
-    "qwen3.5 moe", "deepseek v3 lite",
+    "qwen3.5 moe", "deepseek v3 lite", "gemma 4 e4b", "gemma 4 31b",
 }  # fmt: skip
 """Shapes whose trees and single rows are computed as those of others; slow."""
 
@@ -212,6 +225,7 @@ def close(logits: np.ndarray, expected: np.ndarray, atol: float = TOLERANCE) -> 
 WIDTHS = {"in one piece": max(LENGTHS), "in chunks": 13, "token by token": 1}
 TWICE = {("llama 2", "in one piece"), ("biases", "in one piece"), ("llama 3", "token by token")}
 TWICE |= {("qwen3.5", "in one piece"), ("qwen3.5", "token by token")}
+TWICE |= {("gemma 4 e2b", "in one piece"), ("gemma 4 e2b", "token by token")}
 """Shapes and widths besides chunks. Other differences between shapes do not depend on the width."""
 
 
