@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +23,8 @@ import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Holds, Settings, damaged, listed, prefixed
-from specjax.checkpoint.hf_config import model_config
-from specjax.checkpoint.parameters import misfits
+from specjax.checkpoint.hf_config import LAYER_TYPES, model_config
+from specjax.checkpoint.parameters import misfits, shared_tensors
 from specjax.checkpoint.quantised import BLOCK_TYPES
 from specjax.checkpoint.weights import save_shards
 from specjax.models import table
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of a converted folder's name. Change it when the files written by this module change.
-CONVERSION = "v3"
+CONVERSION = "v4"
 
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 KEPT_TYPES = (*BLOCK_TYPES, *FLOATS)  # other types are dequantised
@@ -179,13 +180,31 @@ def _contents(read: _Reader) -> tuple[Settings, dict[str, StoredTensor]]:
 
 
 def hf_config(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> Settings:
-    if (architecture := metadata.get("general.architecture")) != "llama":
-        raise CheckpointError(f"general.architecture is {architecture!r:.80}; supported: llama")
+    if (architecture := metadata.get("general.architecture")) not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"general.architecture is {architecture!r:.80}; supported: {known}")
     if (parts := metadata.integer("split.count", 1, least=0)) > 1:
         raise CheckpointError(f"it is one of {parts} parts; join them with llama-gguf-split --merge")
     embed = tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError("it has no matrix token_embd.weight, so it is not a whole model")
+    if (epsilon := f"{architecture}.attention.layer_norm_rms_epsilon") not in metadata:
+        raise CheckpointError(f"it has no metadata key {epsilon}, so it is incomplete")
+    is_quantised = any(tensor.kind in BLOCK_TYPES for tensor in tensors.values())
+    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) >= 2]
+    bits = round(8 * sum(m.data.nbytes for m in matrices) / sum(prod(m.shape) for m in matrices), 3)
+    config = ARCHITECTURES[architecture](metadata, tensors) | {
+        "vocab_size": embed.shape[0],
+        "rms_norm_eps": _decimal(metadata.number(epsilon)),
+        # llama.cpp writes the output matrix only if it is not the embedding.
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": FILE_DTYPES.get(metadata.integer("general.file_type", MOSTLY_BF16, least=0), "bfloat16"),
+        **({"quantization_config": {"quant_method": "gguf", "bits_per_weight": bits}} if is_quantised else {}),
+    }
+    return Settings(config, Holds(len(_one_by_one(tensors))))
+
+
+def _llama(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     for key, neutral in NEUTRAL.items():
         if (value := metadata.get(f"llama.{key}", 0)) not in neutral:
             raise CheckpointError(f"llama.{key} is {value!r:.80}; supported: {neutral[0]} or absent")
@@ -195,29 +214,99 @@ def hf_config(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> Settin
     for key in ("rope.dimension_count", "attention.value_length"):
         if (value := metadata.get(f"llama.{key}", head_dim)) != head_dim:
             raise CheckpointError(f"llama.{key} ({value!r:.80}) must equal the width of a head ({head_dim})")
-    if (epsilon := "llama.attention.layer_norm_rms_epsilon") not in metadata:
-        raise CheckpointError(f"it has no metadata key {epsilon}, so it is incomplete")
-    is_quantised = any(tensor.kind in BLOCK_TYPES for tensor in tensors.values())
-    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
-    bits = round(8 * sum(m.data.nbytes for m in matrices) / sum(prod(m.shape) for m in matrices), 3)
-    config = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": embed.shape[0],
         **sizes,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(metadata.number(epsilon)),
         "rope_theta": _decimal(metadata.number("llama.rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(metadata, tensors),
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
-        # llama.cpp writes the output matrix only if it is not the embedding.
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "torch_dtype": FILE_DTYPES.get(metadata.integer("general.file_type", MOSTLY_BF16, least=0), "bfloat16"),
-        **({"quantization_config": {"quant_method": "gguf", "bits_per_weight": bits}} if is_quantised else {}),
     }
-    return Settings(config, Holds(len(tensors)))
+
+
+def _gemma4(metadata: Settings, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """llama.cpp writes one number for all layers, or a list with a number for each."""
+
+    def integer(key: str, default: int | None = None, *, least: int = 0) -> int:
+        return metadata.integer(f"gemma4.{key}", default, least=least)
+
+    def by_layer(key: str) -> list[int]:
+        values = metadata.get(name := f"gemma4.{key}")
+        values = values if isinstance(values, list) else [values] * layers
+        if len(values) != layers:
+            raise metadata.invalid(name, values, f"a number, or one for each of {layers} layers,")
+        return [Settings({name: value}, metadata.holds).integer(name) for value in values]
+
+    layers = metadata.count("gemma4.block_count", each=1)
+    pattern = metadata.get("gemma4.attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or len(pattern) != layers or not {*pattern} <= {0, 1}:
+        raise metadata.invalid("gemma4.attention.sliding_window_pattern", pattern, f"true or false for {layers} layers")
+    heads, widths, full = by_layer("attention.head_count_kv"), by_layer("feed_forward_length"), pattern.index(0)
+    sizes = {"head_dim": integer("attention.key_length", least=1), "num_key_value_heads": heads[full]}
+    table = tensors.get("per_layer_token_embd.weight")
+    factors = tensors.get(ROPE_FACTORS)
+    if factors is None or factors.kind != "F32" or {*factors.data.tolist()} - {1.0, np.float32(1e30).item()}:
+        raise CheckpointError(f"{ROPE_FACTORS} must be a list of F32, 1 for pairs that are rotated and 1e30 for others")
+    experts = integer("expert_count", 0)
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        **{name: integer(INTEGERS[name], least=1) for name in ("hidden_size", "max_position_embeddings")},
+        "num_hidden_layers": layers,
+        "num_attention_heads": integer("attention.head_count", least=1),
+        "num_key_value_heads": heads[pattern.index(1)] if 1 in pattern else heads[full],
+        "head_dim": integer("attention.key_length_swa", least=1),
+        "per_layer_config": {str(layer): sizes for layer, slides in enumerate(pattern) if not slides},
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "layer_types": [LAYER_TYPES[not slides] for slides in pattern],
+        "sliding_window": integer("attention.sliding_window", least=1),
+        "num_kv_shared_layers": integer("attention.shared_kv_layers", 0),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "enable_moe_block": experts > 0,
+        "num_experts": experts or None,
+        "top_k_experts": integer("expert_used_count", 0) or None,
+        "moe_intermediate_size": integer("expert_feed_forward_length", 0) or None,
+        "final_logit_softcapping": metadata.get("gemma4.final_logit_softcapping"),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            LAYER_TYPES[0]: {
+                "rope_type": "default", "rope_theta": _decimal(metadata.number("gemma4.rope.freq_base_swa", 1e4))
+            },
+            LAYER_TYPES[1]: {
+                "rope_type": "proportional", "rope_theta": _decimal(metadata.number("gemma4.rope.freq_base", 1e6)),
+                "partial_rotary_factor": float(np.mean(factors.data == 1)),
+            },
+        },
+    }  # fmt: skip
+
+
+ARCHITECTURES = {"llama": _llama, "gemma4": _gemma4}
+"""By `general.architecture`: functions that return keys of config.json."""
+
+
+def _one_by_one(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors, stacked experts one by one: ffn_up_exps.weight [X, I, M] as ffn_up_exps.0.weight, ..."""
+    split: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        parts = {"gate_up": ("gate", "up")}.get(part := stem.rpartition("ffn_")[2].removesuffix("_exps"), (part,))
+        if kind != "weight" or not stem.endswith("_exps") or len(tensor.shape) != 3:
+            split[name] = tensor
+            continue
+        experts, rows = tensor.shape[0], tensor.shape[1] // len(parts)
+        for expert, (i, part) in product(range(experts), enumerate(parts)):
+            data = tensor.data[expert, i * rows : (i + 1) * rows]
+            shape = (rows, tensor.shape[2])
+            split[f"{stem.rpartition('ffn_')[0]}ffn_{part}_exps.{expert}.weight"] = replace(
+                tensor, shape=shape, data=data
+            )
+    return split
 
 
 def _decimal(value: float) -> float:
@@ -253,11 +342,13 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _write_weights(config: Settings, tensors: Mapping[str, StoredTensor], folder: Path, title: str | None) -> None:
-    model = model_config(config, dtype="float32")
+    model, tensors = model_config(config, dtype="float32"), _one_by_one(tensors)
     rules = list(placements(table(model), dimensions(model)))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = [replace(rule, tensor=rule.gguf) for rule in rules]
-    if problems := misfits(shapes, expected, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
+    optional = {ROPE_FACTORS} | shared_tensors(model, "blk.{}.{}.weight", ("attn_k", "attn_v", "attn_k_norm"))
+    kind = f"a {model.family.capitalize()} of {model.num_layers} layers"
+    if problems := misfits(shapes, expected, kind, optional=optional):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
     stored: dict[str, Placement] = {}
     sizes: dict[str, int] = {}
@@ -308,11 +399,13 @@ class WordRule:
     single_digits: bool = False  # split off each digit first
     whole_words: bool = False  # a word of the vocabulary is one token, regardless of merges
     add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
+    spaces: str = ""  # no words: the whole text is merged, with this in place of spaces, and bytes are tokens
 
 
 WORD_RULES: dict[str, WordRule] = {  # by tokenizer.ggml.pre
     "gpt-2": WordRule(),
     "smollm": WordRule(single_digits=True),
+    "gemma4": WordRule(add_bos=True, spaces="\u2581"),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WordRule(_LLAMA3, whole_words=True, add_bos=True)),
 }
 
@@ -355,25 +448,33 @@ def _token_id(metadata: Settings, name: str) -> int | None:
 
 
 def build_tokenizer(metadata: Settings) -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     if not (tokens := metadata.texts("tokenizer.ggml.tokens")):
         raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
-    if (model := metadata.get("tokenizer.ggml.model")) != "gpt2":
-        raise CheckpointError(f"tokenizer.ggml.model is {model!r:.80}; supported: gpt2 (byte-level BPE). {_ADVICE}")
-    if (name := metadata.get("tokenizer.ggml.pre")) not in list(WORD_RULES):
+    if (model := metadata.get("tokenizer.ggml.model")) not in ("gpt2", "gemma4"):
+        supported = "gpt2 (byte-level BPE), gemma4"
+        raise CheckpointError(f"tokenizer.ggml.model is {model!r:.80}; supported: {supported}. {_ADVICE}")
+    if (name := model if model == "gemma4" else metadata.get("tokenizer.ggml.pre")) not in list(WORD_RULES):
         raise CheckpointError(f"tokenizer.ggml.pre is {name!r:.80}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
     rule = WORD_RULES[name]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges: list[Any] = [merge.partition(" ")[::2] for merge in metadata.texts("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
+    options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"} if rule.spaces else {}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words, **options))
     before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if rule.single_digits else []
     if rule.pattern:
         before.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))
-    before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    tokenizer.decoder = decoders.ByteLevel()
-    after: list[Any] = [processors.ByteLevel(trim_offsets=True)]
+    after: list[Any] = []
+    if rule.spaces:
+        tokenizer.normalizer = normalizers.Replace(" ", rule.spaces)
+        decoded = decoders.Replace(rule.spaces, " "), decoders.ByteFallback(), decoders.Fuse()
+        tokenizer.decoder = decoders.Sequence([*decoded])
+    else:
+        before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+        tokenizer.decoder = decoders.ByteLevel()
+        after.append(processors.ByteLevel(trim_offsets=True))
 
     def added(key: str, default: bool) -> list[tuple[str, int]]:
         i, is_added = _token_id(metadata, key), metadata.boolean(f"tokenizer.ggml.add_{key}_token", default)

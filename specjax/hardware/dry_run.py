@@ -222,6 +222,9 @@ def make_plan(case: Case) -> dict[str, Any]:
     plan = plan_memory(config, target, model.speculation, Devices(case.platform, n, memory), held)
     problems = [str(flags.with_flag(error)) for error in (problem, plan.problem) if error is not None]
     tokens, context, buckets = prod(plan.pool), plan.context_length, plan.buckets
+    in_windows = [served.window(i) is not None for i in range(served.num_layers)]
+    window_pages = [spec for spec, has_window in zip(target.pages, in_windows, strict=True) if has_window]
+    own_rows = [leaf for leaf in leaves_of(parts[0].declared.table) if leaf.name == "embed_layers"]
     if not problems and config.context_length and tokens < context:
         problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
     return {
@@ -234,6 +237,9 @@ def make_plan(case: Case) -> dict[str, Any]:
         "memory": plan.always | {"temporaries": plan.temporaries, "total": plan.total, "limit": case.limit},
         "terms": [term._asdict() for term in plan.terms],
         "token_bytes": held.token,
+        "window_token_bytes": page_bytes(window_pages, n),
+        "largest_window": max(filter(None, served.windows), default=None),
+        "layer_embeddings": parts[0].bytes(own_rows, n, groups),
         "draft_token_bytes": held.draft_token,
         "pool_tokens": tokens,
         "page_size": config.page_size,
@@ -334,6 +340,10 @@ def report(plan: dict[str, Any]) -> str:
     """Formats the plan; the last line is the verdict."""
     device, memory = plan["device"], plan["memory"]
     left = (memory["limit"] - memory["total"]) / 1e9
+    token, in_windows, rows = plan["token_bytes"], plan["window_token_bytes"], plan["layer_embeddings"]
+    windows = (
+        f"{in_windows / token:.0%} in layers that see at most {plan['largest_window']} tokens, all of which are kept"
+    )
     lines = [
         f"model     {plan['model']}, {plan['dtype']}, {plan['context_length']} tokens of context",
         *(f"{name:9} {text}" for name, text in plan["speculation"].items()),
@@ -344,6 +354,12 @@ def report(plan: dict[str, Any]) -> str:
         *(f"{term['name']:15}{term['bytes'] / 1e9:9.3f} GB  {term['when']}" for term in plan["terms"] if term["bytes"]),
         *(f"{name:15}{memory[name] / 1e9:9.3f} GB" for name in ("temporaries", "total", "limit")),
         f"pool of {plan['pool_tokens']} tokens in pages of {plan['page_size']}",
+        f"token     {token} bytes in pages" + (f", {windows}" if in_windows else ""),
+        *(
+            [f"weights   {rows / 1e9:.3f} GB are the layers' own embeddings, of which a token reads a row"]
+            if rows
+            else []
+        ),
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
         f"at most, without drafts, with {CONTEXT} tokens of context (the memory's bandwidth)",

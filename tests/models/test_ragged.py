@@ -17,7 +17,7 @@ from specjax.models.blocks import Ragged
 from specjax.step import StepConfig
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_shared"])
 def test_rows_without_padding(name, tmp_path):
     """Hidden states, features and cache blocks equal the padded forward's, behind committed tokens and a window. Rows
     of one token and of none are among them."""
@@ -93,6 +93,7 @@ def results(toy, drafter, *, ragged):
     [
         ("llama", "none"), ("llama", "chains"), ("qwen2", "trees"), ("gemma3", "trees"), ("qwen3_5", "trees"),
         ("deepseek_v3", "trees"), ("qwen3_moe", "trees"), ("gpt_oss", "chains"),
+        ("gemma4_shared", "trees"),
     ],
 )  # fmt: skip
 def test_steps_without_padding(name, drafter, tmp_path):

@@ -367,3 +367,28 @@ def test_measured_speed_of_this_machine(tiny, dry_run):
     assert output.document["memory"]["limit"] == int(device["memory"] * 0.85)
     # 10^10 tokens of 3 layers exceed any machine's memory.
     assert dry_run("--model", tiny / "model", "--max-total-tokens", 10**10).status == 1
+
+
+GEMMA_4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16",
+    "text_config": {
+        "num_hidden_layers": 12, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "vocab_size": 262144, "sliding_window": 512,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 6,
+    },
+}  # fmt: skip
+"""E4B with fewer layers, which are what a dry run takes time for."""
+
+
+def test_pages_in_windows_and_embeddings_of_layers(configs, dry_run):
+    (configs / "gemma4").mkdir()
+    (configs / "gemma4" / "config.json").write_text(json.dumps(GEMMA_4))
+    argv = "--model", configs / "gemma4", "--assume-device", "h200", "--speculative-algorithm", "NONE"
+    document, text = dry_run(*argv).document, dry_run(*argv, text=True).text
+    sliding, full = 5 * 2 * 2 * 256 * 2, 2 * 2 * 512 * 2
+    assert document["token_bytes"] == sliding + full and document["window_token_bytes"] == sliding
+    assert document["layer_embeddings"] == 262144 * 12 * 256 * 2
+    assert f"token     {sliding + full} bytes in pages, 71% in layers that see at most 512 tokens" in text
+    assert "1.611 GB are the layers' own embeddings, of which a token reads a row" in text
+    read = document["memory"]["weights"] - document["reads"]["forward"]
+    assert read == document["layer_embeddings"], "a token reads a row"
