@@ -637,9 +637,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | None = None) -> tuple[int, ...]:
     """The distinct ids that end a text: ``eos_token_id`` of generation_config.json and of config.json, then the
-    tokenizer's end-of-sequence token, the token that the chat template writes after an answer, and the
-    tokens that end an answer or a call of gpt-oss, or a call of Gemma 4. The ids in the files must be below ``vocab_size``; a tokenizer's id beyond it can
-    never be drawn and is omitted."""
+    tokenizer's end-of-sequence token, the token that the chat template writes after an answer, and the tokens that end
+    an answer or a call of gpt-oss, or a call of Gemma 4. The ids in the files must be below ``vocab_size``; a
+    tokenizer's id beyond it can never be drawn and is omitted."""
     limit = math.inf if vocab_size is None else vocab_size
     stops: list[int] = []
     for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):
@@ -653,7 +653,11 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
     names = getattr(tokenizer, "get_added_vocab", dict)()
     # Harmony's turns have several messages, whose <|end|> does not end the turn.
     is_harmony = "<|channel|>" in names
-    ends = [names.get("<|return|>"), names.get("<|call|>")] if is_harmony else [turn_end(tokenizer), names.get("<|tool_response>")]
+    ends = (
+        [names.get("<|return|>"), names.get("<|call|>")]
+        if is_harmony
+        else [turn_end(tokenizer), names.get("<|tool_response>")]
+    )
     for token in (getattr(tokenizer, "eos_token_id", None), *ends):
         if isinstance(token, int) and 0 <= token < limit:
             stops.append(token)

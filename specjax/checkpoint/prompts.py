@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -27,6 +27,24 @@ Turns: TypeAlias = Sequence[Mapping[str, Any]]
 """The messages of one chat."""
 
 THINK, END_THINK = "<think>", "</think>"
+
+
+class ThinkMarks(NamedTuple):
+    """Tokens around the thoughts before an answer, and the title with which thoughts begin."""
+
+    start: str = THINK
+    end: str = END_THINK
+    title: str = ""
+
+
+THINK_MARKS, CHANNELS = ThinkMarks(), ThinkMarks("<|channel>", "<channel|>", "thought\n")  # the second: Gemma 4's
+
+
+def think_marks(tokenizer: Any) -> ThinkMarks:
+    names = getattr(tokenizer, "get_added_vocab", dict)()
+    return CHANNELS if CHANNELS.start in names and END_THINK not in names else THINK_MARKS
+
+
 HARMONY = "<|start|>assistant"  # ends the prompts of gpt-oss; the rest of a message's header follows
 REASONING_TAIL = 8  # number of last tokens of a prompt in which a template opens or closes a block of reasoning
 
@@ -53,8 +71,9 @@ class Chat(list[Mapping[str, Any]]):
 
 def begins_thinking(prompt: Sequence[int], tokenizer: Any) -> bool | None:
     """True if a prompt ends with `<think>`, False if with `</think>`, else None. Ignores trailing white space."""
-    tail = prompt_tail(prompt, tokenizer)
-    return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
+    tail, channel = prompt_tail(prompt, tokenizer), CHANNELS.start
+    begins = tail.endswith((THINK, channel, f"{channel}{CHANNELS.title.strip()}"))
+    return begins or (False if tail.endswith((END_THINK, CHANNELS.end)) else None)
 
 
 def prompt_tail(prompt: Sequence[int], tokenizer: Any) -> str:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from specjax.checkpoint.control_tokens import ControlTokens
-from specjax.checkpoint.prompts import END_THINK, HARMONY, THINK, Prompt, begins_thinking, encode, prompt_tail
+from specjax.checkpoint.prompts import HARMONY, Prompt, ThinkMarks, begins_thinking, encode, prompt_tail, think_marks
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Sequence, SequenceOutput
@@ -250,10 +250,14 @@ class Intake:
         return self.harmony is not None and prompt_tail(prompt, self.tokenizer).endswith(HARMONY)
 
     @functools.cached_property
+    def marks(self) -> ThinkMarks:
+        return think_marks(self.tokenizer)
+
+    @functools.cached_property
     def thinking(self) -> tuple[int, int] | None:
-        """The tokens `<think>` and `</think>`; None: the tokenizer lacks them."""
+        """The tokens `<think>` and `</think>`, or in their place; None: the tokenizer lacks them."""
         names = getattr(self.tokenizer, "get_added_vocab", dict)()
-        ids = [names.get(name) for name in (THINK, END_THINK)]
+        ids = [names.get(name) for name in self.marks[:2]]
         return None if None in ids else cast(Any, tuple(ids))
 
     def _reasoning(self, prompt: List[int], required: bool = False) -> Reasoning | None:
@@ -274,7 +278,7 @@ class Intake:
         if self._has_header(prompt):
             return Thoughts(True, FINAL)
         begun = sampling.require_reasoning or begins_thinking(prompt, self.tokenizer)
-        return None if begun is False else Thoughts(bool(begun))
+        return None if begun is False else Thoughts(bool(begun), marks=self.marks)
 
     def _budget(self, sampling: SamplingParams, prompt: List[int], stops: List[int]) -> ThinkingBudget | None:
         """The limit of the thoughts; None: there is none, or the format has no token that ends thoughts."""

@@ -22,13 +22,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.checkpoint.prompts import THINK_MARKS, ThinkMarks
 from specjax.packages import need
 
 REPLACEMENT = "\ufffd"  # replaces bytes that are not, or not yet, a character
 MAX_TRIES = 8  # decodes of held tokens, before further ones wait until the number of tokens is a power of two
 LEAD = re.compile(r"\s{,8}")  # white space before `<think>`; models write one or two line breaks
-_END_THINK = re.compile(re.escape(END_THINK))
 FINAL = re.compile(r"<\|channel\|>\s{,8}final(?![^\s<])[^<]{,200}(?:<\|constrain\|>[^<]{,200})?<\|message\|>")
 _CLEANED = " [n']?['vr]?"  # prefixes of what transformers' `clean_up_tokenization` replaces
 MAX_HEADER = 512  # characters of a match of `FINAL`
@@ -256,11 +255,15 @@ class Thoughts:
         begun: there are thoughts.
         ended: the thoughts have ended, or there are none.
         held: text that may belong to a marker.
+        marks: the marks in place of `<think>` and `</think>`. Their title belongs to neither, even if it stands alone.
     """
 
-    def __init__(self, begun: bool, end: re.Pattern[str] = _END_THINK) -> None:
+    def __init__(
+        self, begun: bool, end: re.Pattern[str] | None = None, marks: ThinkMarks = THINK_MARKS
+    ) -> None:  # fmt: skip
         """`begun`: the prompt begins the thoughts. `end`: instead of `</think>`, such as `FINAL`."""
-        self.begun, self.ended, self._end = begun, False, end
+        self.begun, self.ended, self.marks = begun, False, marks
+        self._end, self._max_end = end or re.compile(re.escape(marks.end)), MAX_HEADER if end else 0
         self._opening = True  # the text so far is white space, `<think>` or a part of it
         self._trimming = False
         self.held = ""
@@ -270,16 +273,18 @@ class Thoughts:
         text, self.held = self.held + text, ""
         thoughts = ""
         if self._opening:
-            while (rest := LEAD.sub("", text, count=1)).startswith(THINK):  # models may repeat the prompt's marker
-                self.begun, text = True, rest[len(THINK) :]
-            if THINK.startswith(rest) and not last:
+            start, title = self.marks.start, self.marks.title or self.marks.start
+            while (rest := LEAD.sub("", text, count=1)).startswith((start, title)):  # models may repeat the prompt's
+                is_start = rest.startswith(start)
+                self.begun, text = self.begun or is_start, rest[len(start if is_start else title) :]
+            if (start.startswith(rest) or title.startswith(rest)) and not last:
                 self.held = text
                 return "", ""
             self._opening, self.ended = False, not self.begun
         if not self.ended:
             end = self._end.search(text)
             if end is None:
-                held = 0 if last else _overlap(text, END_THINK) if self._end is _END_THINK else MAX_HEADER
+                held = 0 if last else self._max_end or _overlap(text, self.marks.end)
                 settled = max(len(text) - held, 0)
                 self.held = text[settled:]
                 return text[:settled], ""
@@ -409,7 +414,7 @@ class TextStream:
         `token`: token of the piece. `last`: nothing follows.
         """
         if self._thoughts is not None:
-            if (marker := self._tokens.skipped.get(token, "")) in (THINK, END_THINK):
+            if (marker := self._tokens.skipped.get(token, "")) in self._thoughts.marks[:2]:
                 self._thoughts.split(marker)
             _, piece = self._thoughts.split(piece, last=last)
             if not piece:

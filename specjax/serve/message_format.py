@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from specjax.checkpoint.prompts import END_THINK, THINK
+from specjax.checkpoint.prompts import THINK_MARKS, ThinkMarks, think_marks
 from specjax.engine.text import Thoughts
 from specjax.serve.calls import (
     Arguments,
@@ -44,6 +44,7 @@ from specjax.serve.calls import (
     Text,
     Thought,
 )
+from specjax.serve.gemma_calls import Gemma4
 
 AUTO, NONE, GPT_OSS = "auto", "none", "gpt-oss"
 GPT_OSS_EFFORTS = ("low", "medium", "high")
@@ -60,12 +61,14 @@ PARSERS: dict[str, type[CallParser]] = {
     "mistral": Mistral,
     "deepseekv3": DeepSeek,
     "deepseekv31": DeepSeek31,
+    "gemma4": Gemma4,
     GPT_OSS: Harmony,
 }
 """The formats of function calls by SGLang's names."""
 # Words of a template, and the parser for a template that has them all; None: an unsupported format.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<|channel|>", "<|message|>", "<|call|>"), Harmony),
+    (("<|tool_call>", "<|tool_response>"), Gemma4),
     (("<tool_call>", "<function=", "<parameter="), QwenCoder),
     (("<function=",), None),  # other models
     (("<tool_call>", "<arg_key>", "<arg_value>"), Glm),
@@ -91,6 +94,7 @@ class AnswerForm:
         thinks: True if the model may reason before it answers.
         harmony: answers are messages in channels; `Harmony` parses them, with and without functions.
         efforts: supported efforts of reasoning, or those that change nothing; None: the chat template decides.
+        marks: tokens around reasoning, other than in the Harmony format.
         special: markers of calls and reasoning that are special tokens.
         tokens: ids of the markers that are tokens.
     """
@@ -100,13 +104,14 @@ class AnswerForm:
     thinks: bool = False
     harmony: bool = False
     efforts: tuple[str, ...] | None = ("none", "medium")
+    marks: ThinkMarks = THINK_MARKS
     special: frozenset[str] = frozenset()
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def end_think(self) -> int | None:
         """The token that ends reasoning, if there is one."""
-        return self.tokens.get("<|end|>" if self.harmony else END_THINK)
+        return self.tokens.get("<|end|>" if self.harmony else self.marks.end)
 
     def reasoning_tokens(self, tokens: Sequence[int], called: str = "") -> int:
         """Number of tokens up to the end of reasoning, in an answer that begins with reasoning.
@@ -149,7 +154,7 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         source = tokenizer.get_chat_template(tools=[_PROBE])
     except Exception:  # several templates and no default
         source = str(tokenizer.chat_template)
-    vocabulary = tokenizer.get_added_vocab()
+    vocabulary, marks = tokenizer.get_added_vocab(), think_marks(tokenizer)
     parser = next((kind for words, kind in _FORMATS if all(word in source for word in words)), None)
     if tool_call_parser not in (AUTO, NONE):
         parser = PARSERS[tool_call_parser]
@@ -157,8 +162,8 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         parser = Harmony
     thinks = reasoning_parser != NONE
     if reasoning_parser == AUTO:
-        thinks = harmony or END_THINK in source or END_THINK in vocabulary
-    markers = {*(parser.markers() if parser else ()), *((THINK, END_THINK) if thinks else ())}
+        thinks = harmony or marks.end in source or marks.end in vocabulary
+    markers = {*(parser.markers() if parser else ()), *(marks[:2] if thinks else ())}
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return AnswerForm(
         parser=None if tool_call_parser == NONE else parser,
@@ -166,6 +171,7 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
         thinks=thinks,
         harmony=harmony,
         efforts=_efforts(tokenizer, source, harmony),
+        marks=marks,
         special=frozenset(markers & special),
         tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
     )
@@ -332,6 +338,7 @@ class ReplyOptions:
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning: separate reasoning from content.
         thinks: the answer may begin with reasoning, whose calls are quotes.
+        marks: tokens around reasoning.
         schemas: maps functions to the JSON schemas of their parameters.
     """
 
@@ -341,6 +348,7 @@ class ReplyOptions:
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
     thinks: bool = False
+    marks: ThinkMarks = THINK_MARKS
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def reply(self, *, thinking: bool) -> Reply:
@@ -353,7 +361,7 @@ class Reply:
 
     def __init__(self, options: ReplyOptions, thinking: bool) -> None:
         more: dict[str, Any] = {}
-        if options.parser is not None and issubclass(options.parser, TaggedCalls):
+        if options.parser is not None and issubclass(options.parser, TaggedCalls | Gemma4):
             more["schemas"] = options.schemas
         is_harmony = options.parser is Harmony
         if is_harmony:
@@ -363,7 +371,8 @@ class Reply:
         self._reasoning = options.reasoning
         searches = bool(options.names) and (options.reasoning or options.thinks)
         self._search = CallSearch(make) if searches else None  # finds calls in reasoning that has no end
-        self._split = Thoughts(thinking) if not is_harmony and (searches or options.reasoning) else None
+        splits = not is_harmony and (searches or options.reasoning)
+        self._split = Thoughts(thinking, marks=options.marks) if splits else None
         self._unsplit = ""  # text whose part is undecided, if reasoning is content
         self._markers = CallParser(hidden=options.hidden)  # of reasoning that is content
         self._begin_message()

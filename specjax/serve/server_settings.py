@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from specjax.serve.message_format import AUTO, GPT_OSS, NONE, PARSERS
 from specjax.settings import setting
 
-THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo", GPT_OSS)
-"""SGLang's names of parsers for models that think between `<think>` and `</think>`, and for gpt-oss."""
+THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo", "gemma4", GPT_OSS)
+"""SGLang's names of parsers for models that think between `<think>` and `</think>`, for Gemma 4 and for gpt-oss."""
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ class ToolFields(Body):
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
             thinks=thinks,
+            marks=form.marks,
             schemas=schemas,
         )
 

@@ -1,0 +1,177 @@
+"""Function calls of Gemma 4, whose arguments are an object in a syntax of their own:
+
+    <|tool_call>call:add{a:1,note:<|"|>two words<|"|>,list:[1,true],more:{key:null}}<tool_call|>
+
+Strings stand between marks, without escapes. Keys are bare, or between marks. Bare values become what the schema of the
+arguments allows, without one JSON or else strings. A call is announced when it is complete, or cut off by the end of
+the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from specjax.serve.calls import LIMIT, MOST, CallParser, Found, Head, strict_json, typed_value
+
+MARK = '<|"|>'
+_HEAD = re.compile(r"\s*(?:call:)?\s*(?P<name>[^\s{}()<:]+)\s*(?=[{(])")
+_BRACKET = re.compile(re.escape(MARK) + r"|[{}()\[\]]")
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+_KEY = re.compile(
+    rf"\s*(?:{re.escape(MARK)}(?P<marked>.*?){re.escape(MARK)}|(?P<bare>[^\s:{{}}\[\],]+))\s*:\s*", re.DOTALL
+)
+_BARE = re.compile(r"[^,{}()\[\]]*")
+
+
+class Gemma4(CallParser):
+    """`schemas`: maps functions to the JSON schemas of their parameters."""
+
+    begins = ("<|tool_call>",)
+    closers = ("<tool_call|>",)
+
+    def __init__(
+        self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
+    ) -> None:
+        super().__init__(names, **more)
+        self._schemas = schemas or {}
+        self._open: list[str] = []  # closing brackets that must follow, the innermost last
+        self._marked = False  # inside of a string
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        return (*super().markers(), MARK)
+
+    def _find_head(self) -> Found:
+        head = _HEAD.match(self._rest[:LIMIT])
+        if head is None:
+            begun = "".join(self._rest[:LIMIT].split())
+            return (
+                None
+                if any(f"{lead}{name}".startswith(begun) for name in self._names for lead in ("call:", ""))
+                else False
+            )
+        if head["name"] not in self._names:
+            return False
+        if not self._at:
+            self._at, self._open, self._marked = head.end(), [], False
+        ended = self._find_end()
+        if ended is None:  # the brackets do not match
+            return False
+        if not ended and not self._last:
+            return None if self._at <= MOST else False
+        schema = self._schemas.get(head["name"], {})
+        reader = _Reader(self._rest[head.end() : self._at], schema)
+        try:
+            reader.members()
+        except _CutOff:
+            if ended:
+                return False
+        except ValueError:
+            return False
+        return Head(head["name"], self._at, "".join(reader.json))
+
+    def _find_end(self) -> bool | None:
+        """Moves to the end of the arguments. False: they go on. None: the brackets do not match."""
+        while match := _BRACKET.search(self._rest, self._at):
+            bracket, self._at = match[0], match.end()
+            if bracket == MARK:
+                self._marked = not self._marked
+            elif self._marked:
+                continue
+            elif bracket in _CLOSING:
+                self._open.append(_CLOSING[bracket])
+            elif self._open.pop() != bracket:
+                return None
+            elif not self._open:
+                return True
+        self._at = len(self._rest) if self._last else max(self._at, len(self._rest) - len(MARK) + 1)
+        return False
+
+
+class _CutOff(ValueError):
+    pass
+
+
+class _Reader:
+    """Converts arguments to pieces of JSON, as far as the text goes. `members` raises _CutOff at its end, ValueError if
+    the text has another syntax."""
+
+    def __init__(self, text: str, schema: Mapping[str, Any]) -> None:
+        self.text, self.at, self.json, self.schema = text, 0, list[str](), schema
+
+    def members(self, *, top: bool = True) -> None:
+        """An object, in brackets of any kind."""
+        closing = _CLOSING[self._next()]
+        self.json.append("{")
+        comma = ""
+        while self._peek() != closing:
+            if comma and self._next() != ",":
+                raise ValueError("a comma is missing")
+            key = _KEY.match(self.text, self.at)
+            if key is None:
+                raise _CutOff if ":" not in self.text[self.at :] else ValueError("no key")
+            name = key["bare"] if key["marked"] is None else key["marked"]
+            self.at = key.end()
+            self.json += [comma, json.dumps(name, ensure_ascii=False), ": "]
+            self._value(name if top else None)
+            comma = ", "
+        self.at += 1
+        self.json.append("}")
+
+    def _list(self) -> None:
+        self.at += 1
+        self.json.append("[")
+        comma = ""
+        while self._peek() != "]":
+            if comma and self._next() != ",":
+                raise ValueError("a comma is missing")
+            self.json.append(comma)
+            self._value(None)
+            comma = ", "
+        self.at += 1
+        self.json.append("]")
+
+    def _value(self, key: str | None) -> None:
+        """`key`: of an argument, whose type the schema may name."""
+        first = self._peek()
+        if self.text.startswith(MARK, self.at):
+            start = self.at + len(MARK)
+            end = self.text.find(MARK, start)
+            text = json.dumps(self.text[start : end if end >= 0 else None], ensure_ascii=False)
+            self.json.append(text if end >= 0 else text[:-1])
+            self.at = end + len(MARK)
+            if end < 0:
+                raise _CutOff
+        elif first in "{(":
+            self.members(top=False)
+        elif first == "[":
+            self._list()
+        else:
+            bare = _BARE.match(self.text, self.at)
+            assert bare is not None
+            if bare.end() == len(self.text):
+                raise _CutOff
+            self.at, text = bare.end(), bare[0].strip()
+            value: Any = text
+            if key is not None and key in self.schema.get("properties", {}):
+                value = typed_value(text, key, self.schema)
+            else:
+                with contextlib.suppress(ValueError):
+                    value = strict_json(text)
+            self.json.append(json.dumps(value, ensure_ascii=False))
+
+    def _peek(self) -> str:
+        while self.text[self.at : self.at + 1].isspace():
+            self.at += 1
+        if self.at >= len(self.text):
+            raise _CutOff
+        return self.text[self.at]
+
+    def _next(self) -> str:
+        character = self._peek()
+        self.at += 1
+        return character
