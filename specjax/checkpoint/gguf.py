@@ -405,9 +405,9 @@ class WordRule:
 WORD_RULES: dict[str, WordRule] = {  # by tokenizer.ggml.pre
     "gpt-2": WordRule(),
     "smollm": WordRule(single_digits=True),
-    "gemma4": WordRule(add_bos=True, spaces="\u2581"),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WordRule(_LLAMA3, whole_words=True, add_bos=True)),
 }
+GEMMA_RULE = WordRule(add_bos=True, spaces="\u2581")
 
 # Name in the files of transformers -> tokenizer.ggml.*_token_id
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -455,9 +455,9 @@ def build_tokenizer(metadata: Settings) -> Tokenizer:
     if (model := metadata.get("tokenizer.ggml.model")) not in ("gpt2", "gemma4"):
         supported = "gpt2 (byte-level BPE), gemma4"
         raise CheckpointError(f"tokenizer.ggml.model is {model!r:.80}; supported: {supported}. {_ADVICE}")
-    if (name := model if model == "gemma4" else metadata.get("tokenizer.ggml.pre")) not in list(WORD_RULES):
+    if (name := metadata.get("tokenizer.ggml.pre")) not in list(WORD_RULES) and model == "gpt2":
         raise CheckpointError(f"tokenizer.ggml.pre is {name!r:.80}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
-    rule = WORD_RULES[name]
+    rule = WORD_RULES[str(name)] if model == "gpt2" else GEMMA_RULE
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges: list[Any] = [merge.partition(" ")[::2] for merge in metadata.texts("tokenizer.ggml.merges")]
     options: dict[str, Any] = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"} if rule.spaces else {}

@@ -49,7 +49,8 @@ def published(name: str, layers: int, hidden: int, width: int, heads: tuple[int,
     text = {
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": width, "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1], "num_global_key_value_heads": heads[2], "head_dim": 256,
-        "global_head_dim": 512, "vocab_size": 262144, "rope_parameters": ROPES, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6,
+        "global_head_dim": 512, "vocab_size": 262144, "rope_parameters": ROPES, "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, "attention_bias": False,
         "hidden_size_per_layer_input": 0,
     }  # fmt: skip

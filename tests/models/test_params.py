@@ -113,6 +113,6 @@ def test_declaration_properties():
 
 def test_unknown_family():
     with pytest.raises(
-        ValueError, match="no model family 'other'; supported: deepseek_v3, gemma2, gemma3, gpt_oss, llama"
+        ValueError, match="no model family 'other'; supported: deepseek_v3, gemma2, gemma3, gemma4, gpt_oss, llama"
     ):
         make_target(ModelConfig("other", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False))
