@@ -175,3 +175,112 @@ class _Reader:
         character = self._peek()
         self.at += 1
         return character
+
+
+_UNREAD = {"$defs", "$schema", "additionalProperties", "default", "description", "examples", "items", "properties",
+           "required", "title", "type", "enum", "const", "nullable"}  # fmt: skip
+"""Keywords that the grammar follows, or that exclude no value."""
+_NUMBERS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}
+
+
+def argument_rules(name: str, schema: Mapping[str, Any], tokens: Mapping[str, int], *, strict: bool) -> list[str]:
+    """Rules of llguidance's Lark for the arguments of a function, the first one named `name`. Members have the order of
+    the schema. Values whose schema has other keywords may be anything, unless `strict`.
+
+    Raises:
+        ValueError: strings cannot be distinguished from text, because their mark is not a token, or a `strict` schema
+            has a keyword that the rules cannot follow.
+    """
+    if MARK not in tokens:
+        raise ValueError(f"the mark of strings, {MARK}, is not a token of this model")
+    rules = _Rules(name, f"<[{tokens[MARK]}]>", strict)
+    rules.lines.append(f"{name}: {rules.object(schema)}")
+    return rules.lines
+
+
+class _Rules:
+    def __init__(self, name: str, mark: str, strict: bool) -> None:
+        self.name, self.mark, self.strict, self.lines = name, mark, strict, list[str]()
+        self._any = ""
+
+    def object(self, schema: Mapping[str, Any], depth: int = 0) -> str:
+        members, required = schema.get("properties", {}), schema.get("required", ())
+        if not members and schema.get("additionalProperties", True) not in (False, None):
+            return self.anything(only_object=True)
+        rest, first = "", ""  # what may follow a member, and what may stand after the bracket
+        for key, member in reversed(members.items()):
+            pair = f"{self._key(key)} {self.value(member, depth + 1)}"
+            rule = self._rule(f'"," {pair} {rest}')
+            first = (
+                f"{pair} {rest}" if key in required else f"({pair} {rest} | {first})" if first else f"({pair} {rest})?"
+            )
+            first = self._rule(first)
+            rest = rule if key in required else self._rule(f"({rule} | {rest})") if rest else f"{rule}?"
+        return f'"{{" {first} "}}"'
+
+    def value(self, schema: Any, depth: int = 0) -> str:
+        if not isinstance(schema, Mapping) or depth > MAX_RULES or (other := schema.keys() - _UNREAD):
+            if self.strict:
+                names = f"{sorted(other)}" if isinstance(schema, Mapping) and depth <= MAX_RULES else "so deep schemas"
+                raise ValueError(f"strict arguments of this model's calls cannot follow {names}")
+            return self.anything()
+        if (choices := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+            return f"({' | '.join(map(self._literal, choices))})"
+        kinds = schema.get("type", "object" if "properties" in schema else None)
+        if kinds is None:
+            return self.anything()
+        kinds = [*(kinds if isinstance(kinds, list) else [kinds]), *(["null"] * bool(schema.get("nullable")))]
+        return f"({' | '.join(self._of(kind, schema, depth) for kind in kinds)})"
+
+    def anything(self, *, only_object: bool = False) -> str:
+        if not self._any:
+            self._any = any_value = f"{self.name}any"
+            pair = f'(BARE | {self.mark} TEXTS {self.mark}) ":" {any_value}'
+            self.lines += [
+                f'{any_value}object: "{{" ({pair} ("," {pair})*)? "}}"',
+                f"{any_value}: {any_value}object | {self._of('string', {}, 0)} | {' | '.join(_NUMBERS.values())}"
+                f' | "[" ({any_value} ("," {any_value})*)? "]"',
+            ]
+        return f"{self._any}object" if only_object else self._any
+
+    def _of(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+        if kind == "string":
+            return f"{self.mark} TEXTS {self.mark}"
+        if kind == "object":
+            return self.object(schema, depth)
+        if kind == "array":
+            item = self.value(schema.get("items", {}), depth + 1)
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind not in _NUMBERS:
+            raise ValueError(f"{kind!r} is not a type of JSON schemas")
+        return _NUMBERS[kind]
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.mark} {_quoted(value)} {self.mark}" if value else f"{self.mark} {self.mark}"
+        if isinstance(value, Mapping | list):
+            raise ValueError("strings, numbers, booleans and null can be members of an enum")
+        return _quoted(json.dumps(value))
+
+    def _key(self, key: str) -> str:
+        bare = re.fullmatch(r"[^\s:{}()\[\],]+", key)
+        return _quoted(f"{key}:") if bare else f'{self.mark} {_quoted(key)} {self.mark} ":"'
+
+    def _rule(self, body: str) -> str:
+        name = f"{self.name}m{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+
+TERMINALS = [
+    r"TEXTS: /(?s:.*)/",
+    r"BARE: /[^\s:{}()\[\],]+/",
+    r"INTEGER: /-?(0|[1-9][0-9]*)/",
+    r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+    r"BOOLEAN: /true|false/",
+]
+MAX_RULES = 16  # depth of schemas
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

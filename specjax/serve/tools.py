@@ -24,6 +24,7 @@ from specjax.engine.grammar import HARMONY_MARKS, JSON_STYLE, Grammar, harmony_t
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Harmony, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.errors import INVALID, bad_request
 from specjax.serve.fields import Body, Flag, Text, at_most, finite
+from specjax.serve.gemma_calls import TERMINALS, Gemma4, argument_rules
 from specjax.serve.message_format import AnswerForm, ReplyOptions
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
@@ -242,6 +243,7 @@ _SHAPES: dict[type[CallParser], _Shape] = {
         opens="<|tool_calls_section_begin|>",
         closes="<|tool_calls_section_end|>",
     ),
+    Gemma4: _Shape("<|tool_call>call:NAMEJSON<tool_call|>"),
     # A call ends the output.
     Harmony: _Shape("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON", None),
 }
@@ -298,12 +300,17 @@ def call_grammar(
     for i, function in enumerate(functions):
         lines.append(f"call{i}: {terms(start, function['name'])} arguments{i}")
         lenient = strict is not None and function["name"] not in strict
-        lines.append(f"arguments{i}: {_json(_closed(function['parameters']), lenient=lenient)}")
+        parameters = _closed(function["parameters"])
+        if parser is Gemma4:
+            lines += argument_rules(f"arguments{i}", parameters, tokens, strict=not lenient)
+        else:
+            lines.append(f"arguments{i}: {_json(parameters, lenient=lenient)}")
     if parser is Harmony:
         if missing := [mark for mark in HARMONY_MARKS if mark not in tokens]:
             raise ValueError(f"{missing[0]} is not a token of this model")
         lines.append(harmony_turn(tokens, "TEXT" if text else None if answer is None else _json(answer), calls=True))
         return "\n".join(lines)
+    lines += TERMINALS if parser is Gemma4 else ()
     lines.append(r"SPACE: /\n{0,2}/")
     if "INDEX" in shape.call:
         lines.append("INDEX: /[0-9]{1,3}/")

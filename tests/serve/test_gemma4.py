@@ -152,8 +152,78 @@ def test_stop_tokens(tmp_path, tokenizer):
     assert {*stop_token_ids(files, tokenizer)} == {*tokenizer.convert_tokens_to_ids([*names])}
 
 
-def test_forced_calls_are_refused():
-    function = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-    with pytest.raises(ValueError, match="arguments of this model's calls are not JSON"):
-        call_grammar(Gemma4, [function], {})
-    assert json.loads(JSON)["zip"] == "123"
+FUNCTION = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "A city."},
+                "n": {"type": ["integer", "null"]},
+                "unit": {"enum": ["C", "F", 1]},
+                "list": {"type": "array", "items": {"type": "number"}},
+                "more": {"type": "object", "properties": {"a b": {"type": "boolean"}}, "required": ["a b"]},
+                "other": {"anyOf": [{"type": "string"}]},
+            },
+            "required": ["city", "list"],
+        },
+    },
+}
+CALLS = [
+    ('city:<|"|>New {York<|"|>,n:-4,unit:<|"|>C<|"|>,list:[1,2.5],more:{<|"|>a b<|"|>:true},other:{q:[null]}', True),
+    ('city:<|"|><|"|>,n:null,unit:1,list:[]', True),
+    ('city:<|"|>a<|"|>,list:[],other:<|"|>x<|"|>', True),
+    ('city:<|"|>a<|"|>', False),
+    ("city:3,list:[]", False),
+    ('city:<|"|>a<|"|>,unit:<|"|>K<|"|>,list:[]', False),
+    ('list:[],city:<|"|>a<|"|>', False),
+    ('city:<|"|>a<|"|>,list:[],', False),
+    ('city:<|"|>a<|"|>,list:[true]', False),
+]
+
+
+@pytest.fixture(scope="module")
+def follows(tokenizer) -> Any:
+    import llguidance.hf
+
+    library = llguidance.hf.from_tokenizer(tokenizer)
+
+    def call(grammar: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(library, llguidance.LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    return call
+
+
+@pytest.mark.parametrize(("arguments", "is_valid"), CALLS)
+def test_forced_calls(tokenizer, follows, arguments, is_valid):
+    """`tool_choice: "required"`: the grammar has the model's own syntax. What it allows, the parser reads."""
+    tokens = answer_form(tokenizer).tokens
+    grammar = call_grammar(Gemma4, [FUNCTION], tokens, strict=[])
+    text = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+    assert follows(grammar, text) == is_valid
+    one = call_grammar(Gemma4, [FUNCTION], tokens, most=1, strict=[])
+    assert follows(grammar, text * 2) == follows(one, text) == is_valid and not follows(one, text * 2)
+    assert not follows(grammar, "Hello")
+    if is_valid:
+        got = message(text, schemas={"f": FUNCTION["function"]["parameters"]})
+        assert set(json.loads(got["calls"][0][1])) >= {"city", "list"} and got["content"] is None
+
+
+def test_calls_beside_text_and_answers(tokenizer, follows):
+    tokens, text = answer_form(tokenizer).tokens, '<|tool_call>call:f{city:<|"|>a<|"|>,list:[]}<tool_call|>'
+    free = call_grammar(Gemma4, [FUNCTION], tokens, strict=[], text=True)
+    assert follows(free, f"See: {text}") and follows(free, "Hello") and not follows(free, "<|tool_call>call:g{}")
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    either = call_grammar(Gemma4, [FUNCTION], tokens, strict=[], answer=schema)
+    assert follows(either, text) and follows(either, '{"ok": true}') and not follows(either, "Hello")
+
+
+def test_refused_grammars(tokenizer):
+    with pytest.raises(ValueError, match=r"strict arguments .* cannot follow \['anyOf'\]"):
+        call_grammar(Gemma4, [FUNCTION], answer_form(tokenizer).tokens)
+    with pytest.raises(ValueError, match="the mark of strings, .* is not a token"):
+        call_grammar(Gemma4, [FUNCTION], {}, strict=[])
