@@ -211,10 +211,8 @@ class _Rules:
         for key, member in reversed(members.items()):
             pair = f"{self._key(key)} {self.value(member, depth + 1)}"
             rule = self._rule(f'"," {pair} {rest}')
-            first = (
-                f"{pair} {rest}" if key in required else f"({pair} {rest} | {first})" if first else f"({pair} {rest})?"
-            )
-            first = self._rule(first)
+            here = f"{pair} {rest}"
+            first = self._rule(here if key in required else f"({here} | {first})" if first else f"({here})?")
             rest = rule if key in required else self._rule(f"({rule} | {rest})") if rest else f"{rule}?"
         return f'"{{" {first} "}}"'
 

@@ -225,5 +225,5 @@ def test_calls_beside_text_and_answers(tokenizer, follows):
 def test_refused_grammars(tokenizer):
     with pytest.raises(ValueError, match=r"strict arguments .* cannot follow \['anyOf'\]"):
         call_grammar(Gemma4, [FUNCTION], answer_form(tokenizer).tokens)
-    with pytest.raises(ValueError, match="the mark of strings, .* is not a token"):
+    with pytest.raises(ValueError, match=r"the mark of strings, .* is not a token"):
         call_grammar(Gemma4, [FUNCTION], {}, strict=[])
