@@ -356,7 +356,7 @@ class Programs:
         """The function that puts a packed `admission` into the state; compiled at its first use."""
         shapes, drafts = self.state_shapes, self.draft_rows(self.state_shapes)
         packed = self._input((admission_size(shapes.rows, drafts),), np.uint8)
-        places = {}
+        places: dict[str, Any] = {}
         if self._mesh is not None:
             whole = everywhere(self._mesh)
             places = {"out_shardings": (whole, whole, [leaf.sharding for leaf in drafts])}

@@ -217,9 +217,11 @@ class _Rules:
         return f'"{{" {first} "}}"'
 
     def value(self, schema: Any, depth: int = 0) -> str:
-        if not isinstance(schema, Mapping) or depth > MAX_RULES or (other := schema.keys() - _UNREAD):
+        known = isinstance(schema, Mapping) and depth <= MAX_RULES
+        other = schema.keys() - _UNREAD if known else set[str]()
+        if not known or other:
             if self.strict:
-                names = f"{sorted(other)}" if isinstance(schema, Mapping) and depth <= MAX_RULES else "so deep schemas"
+                names = f"{sorted(other)}" if known else "so deep schemas"
                 raise ValueError(f"strict arguments of this model's calls cannot follow {names}")
             return self.anything()
         if (choices := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:

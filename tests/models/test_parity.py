@@ -49,7 +49,8 @@ GEMMA_4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "hidden_s
 GEMMA_4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
 GEMMA_4 |= {"final_logit_softcapping": 30.0}
 GEMMA_4_LARGE = GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-GEMMA_4_SMALL = GEMMA_4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300}
+# 16 channels: norms of 4 numbers amplify rounding errors.
+GEMMA_4_SMALL = GEMMA_4 | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300}
 GEMMA_4_SMALL |= {"num_kv_shared_layers": 3}
 GEMMA_4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 8}
 
