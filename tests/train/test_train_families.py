@@ -34,12 +34,14 @@ PACKED = [family for family in FAMILIES if family not in RECURRENT]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str], Path]:
-    """Family to a model of three layers, with tied embeddings where published models have them."""
+    """Family to a model of three layers, or of four of Gemma 4's two kinds, with tied embeddings where published models have them."""
     root = tmp_path_factory.mktemp("families")
 
     def save(family: str) -> Path:
-        tied = family.startswith("gemma")
+        tied, kinds = family.startswith("gemma"), FAMILIES[family][1].get("layer_types")
         sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "eos_token_id": END, "tie_word_embeddings": tied}
+        if kinds:
+            sizes |= {"num_hidden_layers": 4, "layer_types": kinds[:2] * 2}
         folder = save_family(root / family, family, **sizes)
         tokenizer().save_pretrained(folder)
         return folder
