@@ -34,7 +34,7 @@ PACKED = [family for family in FAMILIES if family not in RECURRENT]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str], Path]:
-    """Family to a model of three layers, or of four of Gemma 4's two kinds, with tied embeddings where published models have them."""
+    """Family to a model of three layers, of Gemma 4 of four, with tied embeddings where published models have them."""
     root = tmp_path_factory.mktemp("families")
 
     def save(family: str) -> Path:
