@@ -153,6 +153,7 @@ class CallParser:
         names: functions that may be called.
         hidden: special tokens of the format, which never become text.
         most: maximum number of reported calls; None: all.
+        schemas: maps functions to the JSON schemas of their parameters, for formats whose values have no types.
     """
 
     begins: ClassVar[tuple[str, ...]] = ()  # strings before one or several calls
@@ -164,8 +165,12 @@ class CallParser:
     id_length: ClassVar[int | None] = None  # number of letters and digits of ids in templates
     numbered_ids: ClassVar[bool] = False  # templates expect ids of the form functions.add:0, counted over the chat
 
-    def __init__(self, names: Collection[str] = (), *, hidden: Collection[str] = (), most: int | None = None) -> None:
+    def __init__(
+        self, names: Collection[str] = (), *, hidden: Collection[str] = (), most: int | None = None,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self._names, self.hidden, self._most = frozenset(names), frozenset(hidden), most
+        self._schemas = schemas or {}
         self._marks = (*self.begins, *sorted(self.hidden - {*self.begins}))
         self._state: Callable[[], bool] = self._text
         self._rest = ""  # undecided text
@@ -701,7 +706,7 @@ class _Value:
 
 
 class TaggedCalls(CallParser):
-    """Calls with a tag for each argument. `schemas`: maps functions to the JSON schemas of their parameters.
+    """Calls with a tag for each argument.
 
     A value may hold tags. It ends at the first end tag before a key that the schema names and that has not been given,
     or at the last one before the end of a call, up to the next call or the end of the text. Calls are announced when
@@ -718,16 +723,13 @@ class TaggedCalls(CallParser):
     example: ClassVar[str]  # matches `key`
     line_breaks: ClassVar[bool] = False  # a line break precedes and follows each value
 
-    def __init__(
-        self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, names: Collection[str] = (), **more: Any) -> None:
         super().__init__(names, **more)
         closers = "|".join(map(re.escape, self.closers))
         outer, begin = "".join(rf"(?:{re.escape(mark)}\s*)?" for mark in self.begins[:-1]), re.escape(self.begins[-1])
         self._ends = re.compile(rf"\s*(?:(?:{closers})\s*)+")
         self._begin = re.compile(rf"\s*{outer}{begin}")
         self._tags = re.compile(rf"{re.escape(self.value_end)}|{closers}|{begin}")
-        self._schemas = schemas or {}
         self._schema: Mapping[str, Any] = {}  # of the call's arguments
         self._keys: Mapping[str, Any] | None = None  # keys that the schema names; None: it allows all
         self._called = ""  # the function, once its name is read

@@ -25,19 +25,15 @@ _KEY = re.compile(
     rf"\s*(?:{re.escape(MARK)}(?P<marked>.*?){re.escape(MARK)}|(?P<bare>[^\s:{{}}\[\],]+))\s*:\s*", re.DOTALL
 )
 _BARE = re.compile(r"[^,{}()\[\]]*")
+_WRITTEN_KEY = r"[^\s:{}()\[\],]+"  # without marks, in forced calls
 
 
 class Gemma4(CallParser):
-    """`schemas`: maps functions to the JSON schemas of their parameters."""
-
     begins = ("<|tool_call>",)
     closers = ("<tool_call|>",)
 
-    def __init__(
-        self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, names: Collection[str] = (), **more: Any) -> None:
         super().__init__(names, **more)
-        self._schemas = schemas or {}
         self._open: list[str] = []  # closing brackets that must follow, the innermost last
         self._marked = False  # inside of a string
 
@@ -49,11 +45,8 @@ class Gemma4(CallParser):
         head = _HEAD.match(self._rest[:LIMIT])
         if head is None:
             begun = "".join(self._rest[:LIMIT].split())
-            return (
-                None
-                if any(f"{lead}{name}".startswith(begun) for name in self._names for lead in ("call:", ""))
-                else False
-            )
+            heads = (f"{lead}{name}" for name in self._names for lead in ("call:", ""))
+            return None if any(head.startswith(begun) for head in heads) else False
         if head["name"] not in self._names:
             return False
         if not self._at:
@@ -263,7 +256,7 @@ class _Rules:
         return _quoted(json.dumps(value))
 
     def _key(self, key: str) -> str:
-        bare = re.fullmatch(r"[^\s:{}()\[\],]+", key)
+        bare = re.fullmatch(_WRITTEN_KEY, key)
         return _quoted(f"{key}:") if bare else f'{self.mark} {_quoted(key)} {self.mark} ":"'
 
     def _rule(self, body: str) -> str:
@@ -274,7 +267,7 @@ class _Rules:
 
 TERMINALS = [
     r"TEXTS: /(?s:.*)/",
-    r"BARE: /[^\s:{}()\[\],]+/",
+    f"BARE: /{_WRITTEN_KEY}/",
     r"INTEGER: /-?(0|[1-9][0-9]*)/",
     r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
     r"BOOLEAN: /true|false/",

@@ -40,7 +40,6 @@ from specjax.serve.calls import (
     Mistral,
     MistralNamed,
     QwenCoder,
-    TaggedCalls,
     Text,
     Thought,
 )
@@ -179,8 +178,10 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
 
 def _efforts(tokenizer: Any, source: str, harmony: bool) -> tuple[str, ...] | None:
     """`AnswerForm.efforts`: those for which the template renders. Qwen3.8's refuses all but three."""
-    if harmony or "reasoning_effort" not in source:
-        return GPT_OSS_EFFORTS if harmony and "reasoning_effort" in source else AnswerForm.efforts
+    if "reasoning_effort" not in source:
+        return AnswerForm.efforts
+    if harmony:
+        return GPT_OSS_EFFORTS
 
     def accepts(effort: str) -> bool:
         try:
@@ -360,9 +361,7 @@ class Reply:
     """The message of one choice, in `parts`. `thinking`: as in `ReplyOptions.reply`."""
 
     def __init__(self, options: ReplyOptions, thinking: bool) -> None:
-        more: dict[str, Any] = {}
-        if options.parser is not None and issubclass(options.parser, TaggedCalls | Gemma4):
-            more["schemas"] = options.schemas
+        more: dict[str, Any] = {"schemas": options.schemas}
         is_harmony = options.parser is Harmony
         if is_harmony:
             more["opened"] = thinking
