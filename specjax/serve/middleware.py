@@ -179,7 +179,8 @@ def log_answer(scope: Mapping[str, Any], status: int, id: str, reason: str) -> N
     client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
     line = f"{scope['method'][:MAX_METHOD]} {shown_path(scope['path'])} HTTP/{scope['http_version']}"
     reason = reason[:MAX_REASON]
-    reason = reason if reason.isascii() and reason.isprintable() else ascii(reason)[1:-1]
+    if not (reason.isascii() and reason.isprintable()):
+        reason = ascii(reason)[1:-1][:MAX_REASON]
     level = logging.DEBUG if scope["path"] == HEALTH else logging.INFO
     logger.log(level, '%s - "%s" %d, request %s%s', client, line, status, id, f": {reason}" if reason else "")
 
