@@ -38,7 +38,7 @@ from specjax.load import choose, head_quantization, model_quantization, naming, 
 from specjax.models import make_target
 from specjax.models.declared import Declared, declared
 from specjax.models.draft_head import with_vocabulary
-from specjax.models.params import Bits, Leaf, leaves_of, read_leaves
+from specjax.models.params import LAYER_EMBEDDINGS, Bits, Leaf, leaves_of, read_leaves
 from specjax.models.target import Target
 from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes, row_bytes
 from specjax.settings import Parser, dashed
@@ -224,7 +224,7 @@ def make_plan(case: Case) -> dict[str, Any]:
     tokens, context, buckets = prod(plan.pool), plan.context_length, plan.buckets
     in_windows = [served.window(i) is not None for i in range(served.num_layers)]
     window_pages = [spec for spec, has_window in zip(target.pages, in_windows, strict=True) if has_window]
-    own_rows = [leaf for leaf in leaves_of(parts[0].declared.table) if leaf.name == "embed_layers"]
+    own_rows = [leaf for leaf in leaves_of(parts[0].declared.table) if leaf.name == LAYER_EMBEDDINGS]
     if not problems and config.context_length and tokens < context:
         problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
     return {

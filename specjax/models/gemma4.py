@@ -29,6 +29,7 @@ from specjax.models.params import (
     ATTENTION_NORM,
     HEAD_NORMS,
     KEY,
+    LAYER_EMBEDDINGS,
     QUERIES,
     VALUE,
     Leaf,
@@ -87,7 +88,7 @@ def table(config: ModelConfig) -> Table:
         projection = Tensor("model.per_layer_model_projection", "Y M", gguf="per_layer_model_proj")
         rows = Tensor("model.embed_tokens_per_layer.weight", "U Y", gguf="per_layer_token_embd.weight")
         ends = (
-            Leaf("embed_layers", "U Y", (rows,)),
+            Leaf(LAYER_EMBEDDINGS, "U Y", (rows,)),
             *linear_leaves("inputs", "M -> Y", projection, bias=False),
             norm("inputs_norm", "model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight", letters="P"),
         )
@@ -183,7 +184,7 @@ class Gemma4Decoder(Decoder):
         if not kinds.inputs:
             return rows
         known = jnp.where((tokens >= 0) & (tokens < kinds.input_vocab), tokens, 0)
-        own = embedding_rows(self.weights["embed_layers"], known, self.config.dtype)
+        own = embedding_rows(self.weights[LAYER_EMBEDDINGS], known, self.config.dtype)
         return jnp.concatenate([rows, own], axis=-1)
 
     def inputs(self, x: Float[Array, "B N X"]) -> tuple[Hidden, Sequence[tuple[Array, ...]]]:

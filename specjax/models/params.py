@@ -59,7 +59,8 @@ AXES = {
     "D": "mlp",
     "U": "vocab",
 }
-EMBEDDINGS = ("embed", "embed_layers")
+LAYER_EMBEDDINGS = "embed_layers"  # of Gemma 4's layers
+EMBEDDINGS = ("embed", LAYER_EMBEDDINGS)
 """Leaves of which a token reads a row."""
 
 
