@@ -236,10 +236,11 @@ def _config_fields(
     """The fields of `HeadConfig` that depend on config.json, the target and the options alone."""
     layers = given.aux_layers
     aux_layers = aux_layer_ids(settings, target.num_layers, target.family, layers) if spec.reads_layers else ()
-    stated = {} if given.norm_output is None else {"norm_output": given.norm_output}
     # Absent means false, as in speculators' schema and in the authors' heads.
     norms = {key: _flag(settings, key) for key in ("norm_before_residual", "norm_before_fc")}
-    norms |= {key: stated[key] if key in stated else _agreed_flag(settings, key) for key in _OTHER_NAMES}
+    norms["fc_norm"] = _agreed_flag(settings, "fc_norm")
+    stated = given.norm_output
+    norms["norm_output"] = _agreed_flag(settings, "norm_output") if stated is None else stated
     if not spec.reads_layers and any(norms.values()):
         key = next(key for key, value in norms.items() if value)
         raise unsupported(key, True, f"false ({spec.algorithm} heads lack this norm, EAGLE3 heads may have it)")
