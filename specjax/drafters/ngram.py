@@ -59,7 +59,8 @@ class Ngram(DraftOptions):
 
     nodes: int | None = setting(
         None,
-        "nodes N of a tree, including the root; default: 12; on a CPU 4, and no more than the matched tokens",
+        f"nodes N of a tree, including the root; default: 12; on a CPU {CPU_NODES}, "
+        "and no more than the matched tokens",
         minimum=2,
         maximum=64,
         flag="speculative_num_draft_tokens",
@@ -73,7 +74,7 @@ class Ngram(DraftOptions):
     )
     max_match: int = setting(
         12,
-        "most tokens of a match; on a CPU without `nodes` at most 6",
+        f"most tokens of a match; on a CPU without `nodes` at most {CPU_MATCH}",
         minimum=1,
         maximum=64,
         flag="speculative_ngram_max_match_window_size",
