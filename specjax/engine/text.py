@@ -258,9 +258,7 @@ class Thoughts:
         marks: the marks in place of `<think>` and `</think>`. Their title belongs to neither, even if it stands alone.
     """
 
-    def __init__(
-        self, begun: bool, end: re.Pattern[str] | None = None, marks: ThinkMarks = THINK_MARKS
-    ) -> None:  # fmt: skip
+    def __init__(self, begun: bool, end: re.Pattern[str] | None = None, marks: ThinkMarks = THINK_MARKS) -> None:
         """`begun`: the prompt begins the thoughts. `end`: instead of `</think>`, such as `FINAL`."""
         self.begun, self.ended, self.marks = begun, False, marks
         self._end, self._max_end = end or re.compile(re.escape(marks.end)), MAX_HEADER if end else 0

@@ -38,9 +38,7 @@ from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
 
 
-def decoder_table(
-    config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]], ends: tuple[Leaf, ...] = ()
-) -> Table:  # fmt: skip
+def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]], ends: tuple[Leaf, ...] = ()) -> Table:
     """All parameters: `embed`, `final_norm`, `head` (unless tied), `ends`, and a dict `layers_i` of `layer(i)` for each
     i."""
     every = (Scope(layer(i), f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))

@@ -32,9 +32,7 @@ from specjax.models.params import linear as linear_leaves
 
 
 @cache
-def expert_leaves(
-    experts: Experts, prefix: str = "mlp.experts.", router: str = "mlp.gate.weight"
-) -> tuple[Leaf, ...]:  # fmt: skip
+def expert_leaves(experts: Experts, prefix: str = "mlp.experts.", router: str = "mlp.gate.weight") -> tuple[Leaf, ...]:
     """Router, stacked experts and the shared MLP of a layer."""
 
     def stacked(projection: str, axes: str, *parts: Part) -> list[Tensor]:
