@@ -45,6 +45,8 @@ from specjax.serve.server_settings import ServerSettings
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
+SEQUENCE_OF_REQUEST = re.compile("(_[0-9]+)?(-[0-9]+)?")
+"""What follows a request's id in the ids of its sequences: the number of its prompt, and of its answer."""
 
 
 class Places:
@@ -275,9 +277,11 @@ class Runner(threading.Thread, Service):
                 self._command(lambda: self._forget(gone))
 
     def abort_named(self, name: str | None) -> int:
-        pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
+        def is_meant(id: str) -> bool:  # a pattern with the name in it would stay in the cache of `re`
+            return name is None or (id.startswith(name) and SEQUENCE_OF_REQUEST.fullmatch(id, len(name)) is not None)
+
         with self._wake:
-            matches = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
+            matches = [sequence for sequence in self._listeners if is_meant(sequence.id)]
             self._command(lambda: self._end_with_answer(matches, ABORTED))
         return len(matches)
 

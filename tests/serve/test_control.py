@@ -292,7 +292,7 @@ def test_aborted_requests_are_answered(server, by):
     with server.blocked():
         jobs = {
             name: in_background(server.post, GENERATE, body | {"sampling_params": sampling, "rid": name})
-            for name in ("mine", "other")
+            for name in ("mine", "mined")  # no name is meant by its beginning
         }
         completion = in_background(server.complete, "hello", max_tokens=100) if by == "all" else None
         wait_until(lambda: server.runner.unfinished == (4 if completion is None else 5))
@@ -302,7 +302,7 @@ def test_aborted_requests_are_answered(server, by):
     assert all(answer.status_code == 200 for answer in answers.values())
     ends = {name: answer.json()[0]["meta_info"]["finish_reason"] for name, answer in answers.items()}
     assert ends["mine"] == {"type": "abort", "message": ABORTED, "code": "aborted"}
-    assert ends["other"]["type"] == ("length" if by == "rid" else "abort")
+    assert ends["mined"]["type"] == ("length" if by == "rid" else "abort")
     if completion is not None:
         assert check_error(completion.result(SECONDS), 400)["code"] == "aborted"
     server.wait_idle()
