@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import logging
 import math
@@ -35,6 +36,7 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else started by `no
     SIGNALS.append(signal.SIGHUP)
 
 SEND_BUFFER = 256 * 2**10  # bytes of a connection in the kernel; its own limit of 4 MB hides how much a client reads
+TRIM_PAUSE = 30  # seconds between two calls of `trim_heap`
 LAST_ANSWERS = 1.0  # seconds for the errors of ended requests, before connections are cut
 
 
@@ -60,6 +62,13 @@ def allow_files() -> None:
     with contextlib.suppress(OSError, ValueError):  # the server also works with a lower limit
         wanted = 65536 if hard == resource.RLIM_INFINITY else hard  # macOS refuses an infinite limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def trim_heap() -> None:
+    """Returns memory to the system that glibc holds between pieces in use, a few megabytes in 10,000 requests. It takes
+    some milliseconds. Other C libraries have no such function."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def url(sock: socket.socket, settings: ServerSettings) -> str:
@@ -108,13 +117,14 @@ class Server:
             log_config=None,
             access_log=False,  # the middleware's lines have the request's id
             lifespan="off",
-            callback_notify=self._check_pace,
+            callback_notify=self._each_second,
             timeout_notify=0,  # seconds in addition to one
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
         )
         self._uvicorn = _Uvicorn(config)
         self._draining: asyncio.Task[None] | None = None
+        self._seconds = 0
 
     def run(self) -> BaseException | None:
         """Blocks until the end. Returns the error of an engine that failed."""
@@ -140,10 +150,13 @@ class Server:
         with contextlib.suppress(asyncio.CancelledError):  # by `_exit`
             await self._serving
 
-    async def _check_pace(self) -> None:
+    async def _each_second(self) -> None:
         for connection in list(self._uvicorn.server_state.connections):
             assert isinstance(connection, Connection)
             connection.check_pace()
+        self._seconds += 1
+        if self._seconds % TRIM_PAUSE == 0:
+            asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
     def _changed(self) -> None:
         if self._runner.failure is not None:
