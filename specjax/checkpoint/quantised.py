@@ -1,4 +1,4 @@
-"""Quantised weights: fp8, GPTQ, AWQ and compressed-tensors in safetensors, and GGUF's blocks, read as one class.
+"""Quantised weights: fp8, fp4, GPTQ, AWQ and compressed-tensors in safetensors, and GGUF's blocks, read as one class.
 
     weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + offset[o, g]        g: the group of column i
 
@@ -11,6 +11,8 @@ weight changes. Activations are not quantised, so a model gives the text of the 
     awq                 qweight int32 [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors  weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point; or weight in
                         int8 or float8_e4m3 with weight_scale
+    nvfp4               weight or weight_packed uint8 [out, in / 2], weight_scale float8_e4m3 [out, in / 16], and
+                        weight_scale_2 (modelopt) or its inverse weight_global_scale (compressed-tensors)
     mxfp4               experts of gpt-oss: ..._blocks uint8 [experts, out, in / 32, 16], ..._scales uint8
     gguf                uint8 [out, blocks * bytes of a block], under the name of the block type (see `gguf`)
 
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
     from specjax_kernels import Quantised
 
 BLOCK_BYTES = 2**18  # rows are converted in batches of this size, so that temporary arrays fit the cache
+FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the value of each code of 4 bits (e2m1)."""
+NVFP4_GROUP = 16  # columns of a scale
+NVFP4_LAYOUT = "nvfp4-pack-quantized"  # in compressed-tensors
+MODELOPT = ("modelopt", "modelopt_fp4")
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
 # Tensors for quantised activations and caches.
@@ -161,7 +168,9 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
     if method in ("gptq", "awq"):
         # A group has a scale of 16 bits and an offset of 32.
         return Bits(_bits(section, "bits") + 48 / max(_group_size(section, 128), 32), False)
-    if method == "compressed-tensors":
+    if _is_nvfp4(section):  # codes of 8 bits, and a float32 for each group
+        return Bits(8 + 32 / NVFP4_GROUP, False)
+    if method in ("compressed-tensors", *MODELOPT):
         bits = max((settings.integer("num_bits") for settings in _weight_groups(section)), default=8)
         return Bits(bits + 0.25, False)
     stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
@@ -222,12 +231,18 @@ def formats(section: Settings) -> dict[str, Format]:
         return {"qweight": Format(names, partial(_words_shape, bits=bits), partial(_awq, bits=bits))}
     if method == "compressed-tensors":
         return _compressed_tensors(section)
+    if method in MODELOPT:
+        if _is_nvfp4(section):
+            return {"weight": _nvfp4_format("weight", "weight_scale_2")}
+        if (algorithm := section.get("quant_algo")) != "FP8":
+            raise unsupported("quant_algo", algorithm, "NVFP4, FP8")
+        return {"weight": _scaled_format((1, 1))}
     if method == "mxfp4":
         return {f"{name}_blocks": _mxfp4_format(name) for name in ("gate_up_proj", "down_proj")}
     if method == "gguf":
         return {name.lower(): _block_format(name) for name in BLOCK_TYPES}
     raise unsupported(
-        "quant_method of quantization_config", method, "fp8, gptq, awq, compressed-tensors, mxfp4, gguf, none"
+        "quant_method of quantization_config", method, "fp8, gptq, awq, compressed-tensors, modelopt, mxfp4, gguf, none"
     )
 
 
@@ -235,12 +250,14 @@ def _compressed_tensors(section: Settings) -> dict[str, Format]:
     weights = _weight_groups(section)
     if not weights or not all(weights):
         raise CheckpointError("config.json: quantization_config has no config_groups with weights")
-    layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", NVFP4_LAYOUT)
     if (layout := section.optional("format", "")) not in layouts:
         raise unsupported("format of compressed-tensors", layout, listed(layouts))
     if len({settings.integer("num_bits") for settings in weights}) > 1:
         raise CheckpointError("config.json: config_groups have several num_bits; supported: one")
     settings = weights[0]
+    if layout == NVFP4_LAYOUT:
+        return {"weight_packed": _nvfp4_format("weight_packed", "weight_global_scale")}
     if layout == "pack-quantized":
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         symmetric = settings.optional("symmetric", True) is not False
@@ -291,6 +308,33 @@ def _scaled_format(block: tuple[int, int]) -> Format:
         return quantised(codes, _by_row(scale, codes.shape, block))
 
     return Format(names, shape, read, ("F8_E4M3", "I8"))
+
+
+def _is_nvfp4(section: Settings) -> bool:
+    return section.get("quant_algo") == "NVFP4" or section.get("format") == NVFP4_LAYOUT
+
+
+def _nvfp4_format(codes: str, factor: str) -> Format:
+    """A byte holds two codes of a row, the first in its low half. `factor`: a number for the matrix, which scales are
+    multiplied with, or divided by if it is a global scale."""
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        if len(sizes := parts.entries[codes].shape) != 2:
+            raise CheckpointError(f"{parts.stem}.{codes} has the shape {list(sizes)}; [out, in / 2] is needed")
+        return sizes[0], 2 * sizes[1]
+
+    def read(parts: Parts) -> Quantised:
+        halves, scale, number = parts.read(codes), parts.read("weight_scale"), parts.read(factor)
+        if number.size != 1 or 2 * halves.shape[1] != NVFP4_GROUP * scale.shape[-1]:
+            sizes = f"{list(halves.shape)}, {list(scale.shape)} and {list(number.shape)}"
+            raise CheckpointError(f"{parts.label} has codes, scales and a factor of {sizes}; a scale is of 16 columns")
+        by = np.float32(0.5) * number.astype(np.float32).reshape(())
+        if factor == "weight_global_scale":
+            by = np.float32(0.5) / number.astype(np.float32).reshape(())
+        numbers = FP4[np.stack([halves & 15, halves >> 4], axis=-1)].reshape(len(halves), -1)
+        return quantised(numbers, scale.astype(np.float32) * by)
+
+    return Format((codes, "weight_scale", factor), shape, read, ("U8",))
 
 
 def _mxfp4_format(name: str) -> Format:

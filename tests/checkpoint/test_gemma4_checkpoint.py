@@ -1,4 +1,4 @@
-"""Gemma 4's checkpoints: both forms of config.json, the published sizes, multimodal files, GGUF, fp8 and refusals."""
+"""Gemma 4's checkpoints: both forms of config.json, published sizes, multimodal files, quantised ones and refusals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import SIZES, byte_level_metadata, save_model
 
@@ -285,41 +285,31 @@ def test_gguf_tokenizer(tmp_path):
     assert tokenizer.decode(ids[1:]) == "hi hi<|channel>\u00e9"
 
 
-def test_fp8_experts(tmp_path):
-    """compressed-tensors has each expert's matrices by themselves, with a scale for each output."""
+@pytest.mark.parametrize(("name", "dtype"), [("fp8 channels", "float8_e4m3fn"), ("nvfp4", "int8")])
+def test_quantised_experts(tmp_path, name, dtype):
+    """Quantised checkpoints have each expert's matrices by themselves."""
     save_model(tmp_path / "plain", "Gemma4ForCausalLM", **LARGE)
-    tensors = tensors_of(tmp_path / "plain")
+    tensors, form, rng = tensors_of(tmp_path / "plain"), FORMATS[name], np.random.default_rng(0)
     for stem in [name.removesuffix("gate_up_proj") for name in tensors if name.endswith("experts.gate_up_proj")]:
         both, down = tensors.pop(f"{stem}gate_up_proj"), tensors.pop(f"{stem}down_proj")
         for e in range(4):
             gate, up = np.split(both[e], 2)
             tensors |= {f"{stem}{e}.{n}_proj.weight": w for n, w in (("gate", gate), ("up", up), ("down", down[e]))}
     stored: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = tensor
+    for key, tensor in tensors.items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = tensor
             continue
-        scale = np.abs(tensor).max(1, keepdims=True) / 448
-        stored[name] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
-        stored[f"{name}_scale"] = scale
-        tensors[name] = np.float32(stored[name]) * scale
-    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
-    quantised = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+        written = form.write(tensor, rng)
+        stored |= {f"{key.removesuffix('weight')}{part}": array for part, array in written.tensors.items()}
+        tensors[key] = written.value
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    for folder, weights, extra in (("fp8", stored, {"quantization_config": quantised}), ("wide", tensors, {})):
+    for folder, weights, extra in (("few", stored, {"quantization_config": form.config}), ("wide", tensors, {})):
         (tmp_path / folder).mkdir()
-        import torch
-        from safetensors.torch import save_file as save_torch
-
-        def as_torch(array: np.ndarray) -> Any:
-            if array.dtype == ml_dtypes.float8_e4m3fn:
-                return torch.from_numpy(array.view(np.uint8).copy()).view(torch.float8_e4m3fn)
-            return torch.from_numpy(np.ascontiguousarray(array))
-
-        save_torch({k: as_torch(v) for k, v in weights.items()}, tmp_path / folder / "model.safetensors")
+        save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, tmp_path / folder / "model.safetensors")
         (tmp_path / folder / "config.json").write_text(json.dumps(config | extra))
-    (described, exact), (_, params) = read(tmp_path / "wide"), read(tmp_path / "fp8", "none")
+    (described, exact), (_, params) = read(tmp_path / "wide"), read(tmp_path / "few", "none")
     assert described.experts is not None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, exact)
-    _, kept = read(tmp_path / "fp8")
-    assert str(kept["layers_0"]["experts_down"].codes.dtype) == "float8_e4m3fn"
+    _, kept = read(tmp_path / "few")
+    assert str(kept["layers_0"]["experts_down"].codes.dtype) == dtype

@@ -79,7 +79,7 @@ def test_formats(tmp_path, name):
         flat = dequantised.reshape(kept.shape[-1], *dequantised.shape[inputs:])
         np.testing.assert_allclose(np.moveaxis(kept, -1, 0), flat, rtol=1e-6, atol=1e-7)
     assert isinstance(params["head"], Quantised) == head
-    four_bits = "4" in name or name in ("awq", "gptq act order", "gptq v2")
+    four_bits = name.endswith((" 4", "order", "v2")) or name.startswith(("int4", "awq"))  # nvfp4 is kept in 8
     assert max(sizes.values()) < (0.8 if four_bits else 1.4), sizes
 
 
@@ -112,6 +112,7 @@ def test_progress_line_has_bytes_read_and_held(tmp_path, capsys, monkeypatch, na
         ("gptq 4", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported: gptq, gptq_v2"),
         ("awq", {"version": "gemv"}, "version of awq is 'gemv'; supported: gemm"),
         ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported: fp8, gptq, awq, compressed-tensors"),
+        ("nvfp4", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; supported: NVFP4, FP8"),
         ("int4 groups", {"format": "marlin-24"}, "format of compressed-tensors is 'marlin-24'"),
         ("int4 groups", {"config_groups": {}}, "no config_groups"),
         ("fp8 blocks", {"weight_block_size": 128}, "weight_block_size is 128; a list of two positive integers"),
@@ -143,6 +144,8 @@ def test_missing_scale(tmp_path):
         ("gptq act order", "g_idx", np.full(192, 2**31 - 1, np.int32)),
         ("gptq 4", "qweight", np.zeros(8, np.int32)),
         ("awq", "scales", np.ones((2, 64), np.float16)),
+        ("nvfp4", "weight_scale", np.ones((64, 6), np.float32)),
+        ("nvfp4 compressed", "weight_global_scale", np.ones(64, np.float32)),
     ],
 )
 def test_wrong_part(tmp_path, name, part, array):

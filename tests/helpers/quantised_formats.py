@@ -129,6 +129,35 @@ def scaled(dtype: Any, config: Mapping[str, Any], scales: str, suffix: str = "we
     return Format(config, write)
 
 
+def nvfp4(config: Mapping[str, Any], codes_name: str, factor_name: str) -> Format:
+    """Codes of 4 bits with a scale in float8_e4m3 for 16 columns and a number for the matrix."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def write(matrix: np.ndarray, rng: np.random.Generator) -> Written:
+        del rng
+        out, inside = matrix.shape
+        number = np.float32(np.abs(matrix).max() / (6 * 448))
+        value, codes = np.zeros(matrix.shape, np.float32), np.zeros(matrix.shape, np.uint8)
+        scale = np.zeros((out, inside // 16), FP8)
+        for r in range(out):
+            for g in range(inside // 16):
+                part = matrix[r, 16 * g : 16 * g + 16]
+                scale[r, g] = max(np.abs(part).max() / 6 / number, 2**-6)
+                step = float(scale[r, g]) * float(number)
+                nearest = np.abs(np.abs(part)[:, None] / step - values).argmin(axis=1)
+                codes[r, 16 * g : 16 * g + 16] = nearest + 8 * (part < 0)
+                value[r, 16 * g : 16 * g + 16] = np.sign(part) * values[nearest] * step
+        stored = 1 / number if factor_name == "weight_global_scale" else number
+        tensors = {
+            codes_name: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale,
+            factor_name: np.array(stored, np.float32).reshape((1,) if factor_name == "weight_global_scale" else ()),
+            "input_scale": np.array(0.5, np.float32),
+        }  # fmt: skip
+        return Written(tensors, value)
+
+    return Format(config, write)
+
+
 FP8 = ml_dtypes.float8_e4m3fn
 FORMATS: dict[str, Format] = {
     "fp8 blocks": scaled(FP8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "block", "weight_scale_inv"),
@@ -144,6 +173,13 @@ FORMATS: dict[str, Format] = {
     "gptq act order": gptq(4, ordered=True),
     "gptq v2": gptq(4, version=2),
     "awq": awq(),
+    "nvfp4": nvfp4({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "weight", "weight_scale_2"),
+    "nvfp4 compressed": nvfp4(
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        "weight_packed",
+        "weight_global_scale",
+    ),
+    "fp8 modelopt": scaled(FP8, {"quant_method": "modelopt", "quant_algo": "FP8"}, "tensor"),
 }
 
 
