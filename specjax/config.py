@@ -5,7 +5,7 @@ Independent of arrays, files and other modules of specjax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeAlias
 
 
@@ -195,6 +195,7 @@ class ModelConfig(GroupedHeads):
         latent: latent attention; None: grouped-query attention.
         delta: gated delta nets; None: every layer has attention.
         kinds: what differs between kinds of layers; None: heads and MLPs of all layers have the same sizes.
+        mask_token: PARD: id of the token in the slots that the model predicts as a draft; None: it drafts by levels.
         dtype: dtype of parameters, activations and pages.
     """
 
@@ -222,6 +223,7 @@ class ModelConfig(GroupedHeads):
     latent: Latent | None = None
     delta: DeltaNet | None = None
     kinds: LayerKinds | None = None
+    mask_token: int | None = None
     dtype: str = "float32"
 
     def window(self, layer: int) -> int | None:
@@ -261,11 +263,13 @@ class HeadConfig(GroupedHeads):
         fc_norm: EAGLE-3.1: whether a norm of each auxiliary layer's output precedes that layer.
         norm_output: EAGLE-3.1: whether the next feature is the normalised output.
         head_norms: whether queries and keys are normalised in each head, as in Qwen3.
-        window: keys that a query sees, its own included; None: all. A `BlockConfig` has `windows`.
+        windows: sliding window of each layer, in keys, the query's own included; None: no window.
         logit_softcap: soft cap of the logits of an output layer that was copied from the target's; None: none.
         max_positions: number of tokens of a text beyond which it drafts nothing; None: the target's.
         dtype: dtype of parameters, activations and pages.
-        layers: decoder layers; several only in a `BlockConfig`.
+        layers: decoder layers; several only in a `BlockConfig` and in P-EAGLE.
+        mask_token: P-EAGLE: id of the token in the slots after the root; None: the head drafts level by level.
+        slots: P-EAGLE: tokens drafted in one forward of training; None: unknown.
     """
 
     kind: str
@@ -291,11 +295,13 @@ class HeadConfig(GroupedHeads):
     fc_norm: bool = False
     norm_output: bool = False
     head_norms: bool = False
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     logit_softcap: float | None = None
     max_positions: int | None = None
     dtype: str = "float32"
     layers: int = 1
+    mask_token: int | None = None
+    slots: int | None = None
 
     @property
     def features(self) -> tuple[int, ...] | Literal["final"]:
@@ -315,7 +321,6 @@ class BlockConfig(HeadConfig):
         mask_token: id of the token in the places of a block after the anchor.
         from_anchor: True: slot j, from 0 on, predicts the token after its own. False: slot j, from 1 on, predicts its
             own token, and slot 0, the anchor, predicts none.
-        windows: sliding window of each layer, in keys, the query's own included; None: no window.
         causal: whether a layer's slots see only earlier slots of their block, besides themselves.
         walk: how a slot's logits depend on the token before it. none: not at all. vanilla, gated, rnn: DSpark's Markov
             head. selector: DFlash2's choice among a slot's `candidates` best tokens.
@@ -329,9 +334,9 @@ class BlockConfig(HeadConfig):
 
     kind: str = "block"
     block: int
-    mask_token: int
+    mask_token: int = field()
     from_anchor: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = field()
     causal: tuple[bool, ...]
     walk: Walk = "none"
     rank: int = 0

@@ -80,10 +80,11 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
     if speculation.passes is None:
         drafter = speculation.drafter
         return min(drafter.depth, drafter.width - speculation.modelless), read, LEVEL_KERNELS
-    # A block head has several layers, and may use the target's output layer.
-    if "head" not in params.draft:
+    # Drafts in one forward have several layers. A head may use the target's output layer; a draft model has its own.
+    own = getattr(params.draft, "model", params.draft)
+    if own is params.draft and "head" not in own:
         read += _size(params.target.get("head", params.target["embed"]))[0]
-    layers = sum(name.startswith("layers_") for name in params.draft)
+    layers = sum(name.startswith("layers_") for name in own)
     return speculation.passes, read, LEVEL_KERNELS + LAYER_KERNELS * (layers - 1)
 
 

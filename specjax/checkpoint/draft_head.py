@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.block_head import block_config, not_read
-from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json, unsupported
+from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, prefixed, read_json, unsupported
 from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
     NO_WINDOW,
     SILU,
     flattened,
+    layers_with_window,
     read_heads,
     read_rope,
     refuse_unsupported,
@@ -47,7 +48,19 @@ from specjax.config import BlockConfig, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
 from specjax.models import head_spec as heads_of
 from specjax.models import mtp_spec
-from specjax.models.head_spec import EMBED, FC, HEAD, LAYER, MASK, OFFSETS, HeadSpec, head_sizes, head_spec, head_table
+from specjax.models.head_spec import (
+    EMBED,
+    FC,
+    HEAD,
+    LAYER,
+    MASK,
+    MASK_FEATURE,
+    OFFSETS,
+    HeadSpec,
+    head_sizes,
+    head_spec,
+    head_table,
+)
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Placement, placements
 
@@ -68,14 +81,15 @@ _RENAMED = (
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _OWNER = "Eagle3"  # the options with `aux_layers`
 _OVERRIDE = "EAGLE3's option aux_layers sets the layers, whatever config.json says"
-_P_EAGLE = "P-EAGLE"
+# Of P-EAGLE: keys that only its files have, and keys of the mask token in the order in which vLLM reads them.
+_P_EAGLE_KEYS = ("parallel_drafting", "ptd_token_id")
+_MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # EAGLE-3.1: SGLang's older name and TensorRT-LLM's of a key, and prefixes of the norms' tensors.
 _OTHER_NAMES = {"fc_norm": "use_aux_norm", "norm_output": "return_hidden_post_norm"}
 _NORM_TENSORS = {"norm_before_fc": "input_norm.", "fc_norm": "fc_norm."}
 # Keys of variants that are not supported, at the top level or in `eagle_config`.
 _UNSUPPORTED = {
     "eh_proj_before_attn": "the embedding projected before attention", "layernorms": "norms of EAGLE-1's inputs",
-    "parallel_drafting": _P_EAGLE, "ptd_token_id": _P_EAGLE,
 }  # fmt: skip
 
 
@@ -85,12 +99,14 @@ class _Given(NamedTuple):
     sample_from_anchor: bool | None = None
     aux_layers: Sequence[int] | None = None
     norm_output: bool | None = None
+    mask_token: int | None = None
 
 
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
     sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
+    mask_token: int | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
@@ -100,7 +116,7 @@ def load_head(
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, ``mtp`` for a layer such as MiMo's in a folder of its own, or
         ``block`` (DFlash, DSpark, DFlash2, JetSpec).
       sample_from_anchor: for ``block``, see `specjax.Block`.
-      aux_layers, norm_output: for ``eagle3``, see `specjax.Eagle3`.
+      aux_layers, norm_output, mask_token: for ``eagle3``, see `specjax.Eagle3`.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
 
     Returns the head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
@@ -110,7 +126,7 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        given = _Given(sample_from_anchor, aux_layers, norm_output)
+        given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         tensors, config, ids = _describe(name, folder, target, kind, given)
         # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
@@ -135,12 +151,13 @@ def load_head(
 def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
+    mask_token: int | None = None,
 ) -> HeadConfig:  # fmt: skip
     """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
-        given = _Given(sample_from_anchor, aux_layers, norm_output)
+        given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
             return _describe(name, folder, target, kind, given)[1]
         settings = read_json(folder / "config.json", name)
@@ -180,7 +197,11 @@ def _describe(
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    fields, aux_layers = _config_fields(settings, target, spec, head_dim, given), given.aux_layers
+    layers = len(_layers(tensors.arrays)) or 1
+    if layers > 1 and not tensors.has(MASK_FEATURE):
+        raise CheckpointError(f"it has {layers} decoder layers; heads of 1 layer are supported, and P-EAGLE heads")
+    masks = tensors.has(MASK_FEATURE) or _is_p_eagle(settings)
+    fields, aux_layers = _config_fields(settings, target, spec, head_dim, given, layers, masks), given.aux_layers
     if aux_layers is not None and tensors.arrays[FC].shape[1] != (width := len(aux_layers) * target.hidden_size):
         problem = (
             f"has {len(aux_layers)} layers, {width} channels of the target; {tensors.label(FC)} is for another number"
@@ -213,7 +234,8 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _
     """The description of a head without weights, with the tensors of published heads."""
     (heads, kv_heads), width = read_heads(settings), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
-    head_dim = settings.integer("head_dim", width // heads)
+    head_dim, masks = settings.integer("head_dim", width // heads), _is_p_eagle(settings)
+    layers = settings.count("num_hidden_layers", 1) if masks else 1
     return HeadConfig(
         hidden_size=width,
         intermediate_size=settings.integer("intermediate_size"),
@@ -226,16 +248,18 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _
         fc_bias=bool(settings.optional("bias", spec.absent_bias)),
         attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
         mlp_bias=settings.boolean("mlp_bias"),
-        **_config_fields(settings, target, spec, head_dim, given),
+        **_config_fields(settings, target, spec, head_dim, given, layers, masks),
     )
 
 
 def _config_fields(
-    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: _Given
+    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: _Given, layers: int, masks: bool
 ) -> dict[str, Any]:
-    """The fields of `HeadConfig` that depend on config.json, the target and the options alone."""
-    layers = given.aux_layers
-    aux_layers = aux_layer_ids(settings, target.num_layers, target.family, layers) if spec.reads_layers else ()
+    """The fields of `HeadConfig` that depend on config.json, the target, the options, the number of layers and whether
+    the head drafts with masks alone."""
+    aux_layers: tuple[int, ...] = ()
+    if spec.reads_layers:
+        aux_layers = aux_layer_ids(settings, target.num_layers, target.family, given.aux_layers)
     # Absent means false, as in speculators' schema and in the authors' heads.
     norms = {key: _flag(settings, key) for key in ("norm_before_residual", "norm_before_fc")}
     norms["fc_norm"] = _agreed_flag(settings, "fc_norm")
@@ -256,9 +280,59 @@ def _config_fields(
         "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
         **norms,
-        "window": settings.get("sliding_window"),
+        "windows": _windows(settings, layers),
         "dtype": target.dtype,
+        "layers": layers,
+        "mask_token": _mask_token(settings, target, given) if masks else None,
+        "slots": _trained_slots(settings) if masks else None,
     }
+
+
+def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer. A file that states one without ``layer_types`` is refused by `layer_config`."""
+    if not settings.get("layer_types"):
+        return (None,) * layers
+    sliding = layers_with_window(settings, layers)
+    if any(sliding) and not settings.boolean("use_sliding_window", True):
+        raise unsupported("layer_types", settings["layer_types"], f"{LAYER_TYPES[1]} with use_sliding_window false")
+    size = settings.integer("sliding_window") if any(sliding) else None
+    return tuple(size if each else None for each in sliding)
+
+
+def _is_p_eagle(settings: Settings) -> bool:
+    names = f"{settings.get('speculators_model_type')} {settings.get('architectures')}".lower()
+    values = [_either(settings, key) for key in _P_EAGLE_KEYS]
+    return "peagle" in names or any(value is not None and value is not False for value in values)
+
+
+def _mask_token(settings: Settings, target: ModelConfig, given: _Given) -> int:
+    """The token of P-EAGLE's masks: the option, else the first key that the file has. SpecForge's files have none."""
+    stated = {"dflash_config.mask_token_id": settings.section("dflash_config").get("mask_token_id")}
+    stated |= {key: _either(settings, key) for key in _MASK_TOKENS}
+    key, token = next(((key, token) for key, token in stated.items() if token is not None), ("", None))
+    needed = f"a token of the target, from 0 to {target.vocab_size - 1}"
+    if given.mask_token is not None:
+        if given.mask_token >= target.vocab_size:
+            raise ParameterError("mask_token", f"is {given.mask_token}; it must be {needed}", _OWNER)
+        return given.mask_token
+    if token is None:
+        keys = ", ".join(stated)
+        raise ParameterError(
+            "mask_token", f"is needed for a P-EAGLE head whose config.json has none of: {keys}", _OWNER
+        )
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise invalid(key, token, needed)
+    return token
+
+
+def _trained_slots(settings: Settings) -> int | None:
+    """Tokens that a P-EAGLE head drafted in one forward of its training; None: not stated."""
+    if (depths := settings.get("num_depths")) is not None:
+        return Settings({"num_depths": depths}).integer("num_depths")
+    methods = settings.section("speculators_config").get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    key = "speculative_tokens"
+    return Settings(first).integer(key) if isinstance(first, dict) and first.get(key) is not None else None
 
 
 def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
@@ -390,9 +464,6 @@ class HeadTensors:
 
 
 def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
-    layers = {int(match[1]) for name in tensors if (match := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
-    if len(layers) > 1:
-        raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
     arrays: dict[str, np.ndarray] = {}
     names: dict[str, str] = {}
     for file_name, array in tensors.items():
@@ -401,8 +472,13 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
             name = re.sub(f"^{pattern}", replacement, name)
         if name in names:
             raise CheckpointError(f"tensors {names[name]} and {file_name} mean the same; keep one of them")
-        arrays[name], names[name] = array, file_name
+        # P-EAGLE's feature is published as [1, 1, F].
+        arrays[name], names[name] = array.reshape(-1) if name == MASK_FEATURE else array, file_name
     return HeadTensors(arrays, names)
+
+
+def _layers(names: Iterable[str]) -> set[str]:
+    return {match[0] for name in names if (match := re.match(rf"{LAYER}|(mtp_)?layers\.\d+\.", name))}
 
 
 def published_name(spec: HeadSpec, name: str) -> str:
@@ -414,24 +490,23 @@ def published_name(spec: HeadSpec, name: str) -> str:
 
 
 def layer_config(config: Settings) -> Settings:
-    """Settings of an EAGLE or MTP head and of its layer, with `sliding_window` only if the layer has a window.
-    Unsupported ones are refused by name."""
+    """Settings of an EAGLE or MTP head and of its layers, with `sliding_window` only if ``layer_types`` says which
+    layers have a window. Unsupported ones are refused by name."""
     settings = flattened(config)
     # Qwen2 configs have a window that is disabled, speculators' have one also if the layer has none.
     types, used = settings.get("layer_types"), settings.boolean("use_sliding_window", True)
     window = settings.pop("sliding_window", None) if types or not used else None
     refuse_unsupported(settings, SILU | NO_WINDOW | {"quantization_config": ({}, "none")})
-    if types == [LAYER_TYPES[0]] and used:
-        settings["sliding_window"] = Settings({"sliding_window": window}).integer("sliding_window")
-    elif types and (not isinstance(types, list) or any(name != LAYER_TYPES[1] for name in types)):
-        raise unsupported("layer_types", types, LAYER_TYPES[1])
+    if types and window is not None:
+        settings["sliding_window"] = window
     for key, variant in _UNSUPPORTED.items():
         if (value := _either(settings, key)) is not None and value is not False:
             raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
     for key in ("speculators_model_type", "architectures"):
-        for word, variant in (("peagle", _P_EAGLE), ("deepseek", "latent attention")):
-            if word in str(value := settings.get(key)).lower():
-                raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
+        if "deepseek" in str(value := settings.get(key)).lower():
+            raise CheckpointError(
+                f"config.json: {key} is {value!r:.80}; such heads (latent attention) are not supported"
+            )
     return settings
 
 

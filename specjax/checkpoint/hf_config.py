@@ -101,9 +101,20 @@ def model_config(
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         max_positions=positions,
         tied_embeddings=config.boolean("tie_word_embeddings"),
+        mask_token=_pard_token(config),
         dtype=weights_dtype,
         **fields,
     )
+
+
+def _pard_token(config: Settings) -> int | None:
+    """The token in the slots that a PARD draft model predicts in one forward."""
+    if config.get("spd_type") == "pard2" or config.get("pard2"):
+        raise unsupported("spd_type", "pard2", "pard (PARD-2 models read the target's features)")
+    token, size = config.get("pard_token"), config.integer("vocab_size")
+    if token is not None and (type(token) is not int or not 0 <= token < size):
+        raise invalid("pard_token", token, f"a row of the embedding, from 0 to {size - 1},")
+    return token
 
 
 def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:

@@ -69,7 +69,7 @@ def block_drafter(
         slots = model.slots(params.target, params.draft, outputs, shape.steps)
         ids = partial(model.target_ids, params.draft)
         if config.walk == "none":
-            return _independent(context, shape, slots.logits, ids, coupling), state
+            return independent(context, shape, slots.logits, ids, coupling), state
 
         def read(level: int, tokens: Int32[Array, "B k"], walked: Float[Array, "B k r"], *_: Any) -> Read:
             logits, walked = model.walk(params.draft, slots, level, tokens, walked)
@@ -143,7 +143,7 @@ def _check_size(config: BlockConfig, shape: TreeShape, block: int | None) -> Non
         raise ParameterError("nodes", f"{problem}, or {most + 1} draft tokens for a chain", Block.__name__)
 
 
-def _independent(
+def independent(
     context: Context, shape: TreeShape, logits: Float32[Array, "B D W"], target_ids: Any, coupling: Coupling
 ) -> DraftTree:
     """The best chain, or the best prefixes, of slots whose logits do not depend on each other's tokens."""

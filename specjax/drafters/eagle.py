@@ -8,6 +8,7 @@ n tokens are committed, and the root x_n was drawn last. The head's cache holds 
     propose   runs the head over the last slot, (f_{n-1}, x_n), whose output predicts level 1; a node of level l stands
               at position n + l - 1 and reads its parent's output as the feature
 
+P-EAGLE heads predict all levels from that forward, with masks after the last slot (`specjax.drafters.parallel`).
 docs/algorithms.md has the alignment.
 """
 
@@ -25,26 +26,41 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, finite, put_rows, take_rows
+from specjax.drafters.base import (
+    Context,
+    Drafter,
+    DraftState,
+    Observation,
+    Params,
+    Speculation,
+    finite,
+    put_rows,
+    take_rows,
+)
+from specjax.drafters.block import independent
 from specjax.drafters.grow import Read, grow, tree_drafter
-from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
+from specjax.drafters.options import Coupling, Loaded, ModelOptions, TreeShape, position_limit
+from specjax.drafters.parallel import chain_of, in_one_forward, p_eagle_slots, parallel_drafter
 from specjax.limits import ParameterError, documented, setting, shown
 from specjax.models.blocks import Past, Ragged, joined
-from specjax.models.draft_head import draft_head
+from specjax.models.draft_head import DraftHead, draft_head
 from specjax.models.head_spec import ALGORITHMS, head_spec
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
 
+P_EAGLE_DRAFTS = 7
+"""Default of drafts for heads whose files do not state them; published measurements of P-EAGLE have as many."""
+
 
 class EagleState(NamedTuple):
     cache: Any  # [P, S, ...] leaves, such as a `KeyValue`: the head's layer, by the target's page table
-    feature: Float[Array, "R M"]  # fused feature of each row's last committed token
+    feature: Float[Array, "R X M"]  # fused feature of each row's last committed token; P-EAGLE: and of masks
 
 
 def eagle_drafter(
     target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, backend: str | None = None,
-    positions: int | None = None, coupling: Coupling = "noise",
+    positions: int | None = None, coupling: Coupling = "noise", slots: int | None = None,
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. All nodes of a tree are valid, unless the head's
     vocabulary has too few tokens for it.
@@ -53,14 +69,20 @@ def eagle_drafter(
         backend: attention implementation, as for the target.
         positions: maximum position; a tree that would reach beyond it is not proposed. Default: the head's.
         coupling: see `specjax.drafters.coupling`.
+        slots: of a P-EAGLE head with several layers, see `parallel_drafter`.
     """
     is_mtp = isinstance(head, MtpConfig)
     model = MtpHead(head, target, backend) if is_mtp else draft_head(head, target, backend=backend)
-    windowed = not is_mtp and head.window is not None
+    windowed = not is_mtp and any(head.windows)
+    mask_token = None if is_mtp else head.mask_token
+    name, limit = head_spec(head.kind).algorithm, position_limit(target, head, positions)
+    if mask_token is not None and not isinstance(model, MtpHead) and model.config.layers > 1:
+        return parallel_drafter(name, head.features, p_eagle_slots(model), shape, limit, slots, coupling)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
-        feature = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
+        kept = 1 if mask_token is None else 2
+        feature = jnp.zeros((rows, kept, head.hidden_size), jnp.dtype(head.dtype))
         return EagleState(init_cache(model.pages, pool), feature)
 
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
@@ -86,36 +108,47 @@ def eagle_drafter(
 
         # Levels read the last slot's keys from the pages. An empty text has no slot.
         last = context._replace(prefix_length=jnp.maximum(context.prefix_length - 1, 0))
-        feature = take_rows(state.feature, context)[:, None]
+        feature, ids = take_rows(state.feature, context), partial(model.target_ids, params.draft)
+        if mask_token is not None:
+            slot = jnp.arange(shape.steps, dtype=jnp.int32)[None, :]
+            tokens = jnp.where(slot == 0, context.root[:, None], jnp.int32(mask_token))
+            where = last.prefix_length[:, None] + slot
+            read_slots = run(tokens, feature[:, jnp.minimum(slot[0], 1)], where, CAUSAL, last.attended, None)
+            return independent(context, shape, read_slots.logits, ids, coupling), state
         start = run(context.root[:, None], feature, last.prefix_length[:, None], CAUSAL, last.attended, None)
         start = start._replace(keys=None)
-        ids = partial(model.target_ids, params.draft)
         return grow(context, shape, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
         offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
         embedded = Ragged(seen.length).cleared(model.embed(params.target, params.draft, seen.next_tokens))
-        feature = model.fuse(params.draft, seen.features)
-        block = finite(model.keep(params.draft, embedded, feature, context.prefix_length[:, None] + offset))
+        count, last = seen.tokens.shape[1], jnp.maximum(seen.length - 1, 0)[:, None]
+        if mask_token is None:
+            feature = model.fuse(params.draft, seen.features)
+        else:
+            feature = model.fuse(params.draft, cast(DraftHead, model).with_mask(params.draft, seen.features))
+            last = jnp.concatenate([last, jnp.full_like(last, count)], axis=1)
+        positions = context.prefix_length[:, None] + offset
+        block = finite(model.keep(params.draft, embedded, feature[:, :count], positions))
         cache = commit(state.cache, block, context.page_table, context.prefix_length, seen.length, after=())
-        last = jnp.take_along_axis(feature, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(feature, last[:, :, None], axis=1)
         return EagleState(cache, put_rows(state.feature, last, context, seen))
 
-    limit = position_limit(target, head, positions)
-    return tree_drafter(head_spec(head.kind).algorithm, head.features, shape, limit, init, propose, observe)
+    return tree_drafter(name, head.features, shape, limit, init, propose, observe)
 
 
 @documented
 @dataclass(frozen=True)
 class Eagle3(ModelOptions):
-    """EAGLE-3 and EAGLE-3.1: a draft head that reads hidden states of three of the target's layers."""
+    """EAGLE-3, EAGLE-3.1 and P-EAGLE: a draft head that reads hidden states of several of the target's layers. By
+    default the draft of a P-EAGLE head is a chain of as many tokens as in its training."""
 
     algorithm: ClassVar[str] = "EAGLE3"
     needs: ClassVar[str | None] = "a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
     trees: ClassVar[Mapping[str, TreeShape]] = {"llama": TreeShape(5, 4, 8)}
-    head_options: ClassVar[tuple[str, ...]] = ("aux_layers", "norm_output")
+    head_options: ClassVar[tuple[str, ...]] = ("aux_layers", "norm_output", "mask_token")
 
     _: KW_ONLY
     aux_layers: tuple[int, ...] | tuple[str, ...] | None = setting(
@@ -128,14 +161,29 @@ class Eagle3(ModelOptions):
         "config, in which SpecForge before September 2026 wrote true for heads that it trained without",
         flag="speculative_norm_output",
     )  # fmt: skip
+    mask_token: int | None = setting(
+        None, "id of the token in the slots that a P-EAGLE head predicts; overrides the head's config; required if "
+        "that has none", minimum=0, flag="speculative_mask_token",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.aux_layers is not None:
             object.__setattr__(self, "aux_layers", _layers(self.aux_layers))
         super().__post_init__()
 
+    def automatic(self, family: str = "llama", head: Any = None) -> TreeShape:
+        if head is None or head.mask_token is None:
+            return super().automatic(family, head)
+        return chain_of(head.slots or P_EAGLE_DRAFTS)
+
+    def speculation(self, loaded: Loaded) -> Speculation:
+        speculation, head = super().speculation(loaded), cast(HeadConfig, loaded.head)
+        if head.mask_token is None:
+            return speculation
+        return in_one_forward(speculation, costly=head.layers > 1, trained=head.slots)
+
     def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
-        return eagle_drafter(target, draft, shape, **shared)
+        return eagle_drafter(target, draft, shape, slots=largest.steps, **shared)
 
 
 @documented

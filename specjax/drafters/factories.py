@@ -90,8 +90,8 @@ DRAFTERS: dict[str, type[DraftOptions]] = {
     options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Block, Standalone)
 }
 """The options of each algorithm by name. A row adds a drafter, with its flags and its keys of a configuration file."""
-ALIASES = {"NEXTN": Mtp.algorithm, "DSPARK": Block.algorithm}
-"""SGLang's other names of algorithms."""
+ALIASES = {"NEXTN": Mtp.algorithm, "DSPARK": Block.algorithm, "P-EAGLE": Eagle3.algorithm, "PARD": Standalone.algorithm}
+"""Other names of algorithms: SGLang's, and those of papers."""
 
 
 def algorithm(name: str) -> str | None:

@@ -225,13 +225,14 @@ class ModelOptions(DraftOptions):
 
     def speculation(self, loaded: Loaded) -> Speculation:
         target, draft = self._check(loaded)
-        shape = self.shape(loaded.tree or self.automatic(target.config.family, loaded.head))
+        config = draft.config if isinstance(draft, Target) else draft
+        shape = self.shape(loaded.tree or self.automatic(target.config.family, config))
         if self.nodes not in (None, shape.nodes):
             words = "%d draft tokens, not %d: with top-k 1 the draft is a chain of steps + 1 tokens"
             logger.warning(words, shape.nodes, self.nodes)
         explicit = [number is not None for number in (self.steps, self.topk, self.nodes)]
         origin = "set by options" if all(explicit) else "partly automatic" if any(explicit) else "automatic"
-        limit = position_limit(target, draft.config if isinstance(draft, Target) else draft, self.positions)
+        limit = position_limit(target, config, self.positions)
         shared = {"positions": self.positions, "coupling": self.coupling}
         if self.kind is not None:
             shared["backend"] = loaded.backend
@@ -287,7 +288,7 @@ class ModelOptions(DraftOptions):
         raise ParameterError("quantization", problem, type(self).__name__)
 
     def automatic(self, family: str = "llama", head: Any = None) -> TreeShape:
-        """The tree if no number is given: SGLang's. `family`: the target's; `head`: config of the draft head."""
+        """The tree if no number is given: SGLang's. `family`: the target's; `head`: config of the draft."""
         return self.trees.get(family, TreeShape(3, 1, 4))
 
     def shape(self, automatic: TreeShape | None = None) -> TreeShape:

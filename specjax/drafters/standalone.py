@@ -9,13 +9,15 @@ and values of x_t. The root's are kept in the row's state, because it may not ha
               their ancestors and themselves (`grow`)
 
 A tree of D levels costs D - 1 forwards of k tokens beside the forward of D + 2. A slot depends on the text before it
-alone, so reused pages are exact.
+alone, so reused pages are exact. A PARD model predicts all levels of a tree in the forward of `observe`
+(`specjax.drafters.parallel`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,13 +25,17 @@ from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, Hidden, PoolShape, Weights, commit, init_cache, row_states, take_path
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, Speculation, put_rows, take_rows
 from specjax.drafters.grow import Read, grow, tree_drafter
-from specjax.drafters.options import Coupling, ModelOptions, TreeShape, position_limit
-from specjax.limits import documented
+from specjax.drafters.options import Coupling, Loaded, ModelOptions, TreeShape, position_limit
+from specjax.drafters.parallel import chain_of, in_one_forward, parallel_drafter, pard_slots
+from specjax.limits import documented, setting
 from specjax.models.blocks import joined
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
+
+PARD_DRAFTS = 12
+"""Default of drafts of PARD models: that of their makers, who trained on 8."""
 
 
 class StandaloneParams(NamedTuple):
@@ -52,10 +58,12 @@ class StandaloneState(NamedTuple):
 
 
 def standalone_drafter(
-    target: Target, draft: Target, shape: TreeShape, *, positions: int | None = None, coupling: Coupling = "noise"
-) -> Drafter:
+    target: Target, draft: Target, shape: TreeShape, *, positions: int | None = None, coupling: Coupling = "noise",
+    slots: int | None = None,
+) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. All nodes of a tree are valid, unless the draft
-    has too few tokens for it, or the tree would reach beyond the draft's maximum position (see `eagle_drafter`)."""
+    has too few tokens for it, or the tree would reach beyond the draft's maximum position (see `eagle_drafter`).
+    `slots`: of a PARD model, see `parallel_drafter`."""
     if row_states(draft.pages):
         raise ValueError(
             f"STANDALONE cannot draft with a model of the family {draft.config.family}: its layers keep one state for "
@@ -63,11 +71,19 @@ def standalone_drafter(
             "attention, a draft head, the target's MTP layers or n-grams"
         )
 
-    def unembed(params: StandaloneParams, hidden: Hidden) -> Float32[Array, "B k W"]:
-        logits = draft.unembed(params.model, hidden)
-        if params.ids is None:
+    def unembed(params: Params, hidden: Hidden) -> Float32[Array, "B k W"]:
+        logits, ids = draft.unembed(params.draft.model, hidden), params.draft.ids
+        if ids is None:
             return logits[..., : target.config.vocab_size]
-        return jnp.where((params.ids >= 0)[None, None], logits, -jnp.inf)
+        return jnp.where((ids >= 0)[None, None], logits, -jnp.inf)
+
+    def target_ids(params: Params, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        return ids if params.draft.ids is None else params.draft.ids[ids]
+
+    limit = position_limit(target, draft.config, positions)
+    if draft.config.mask_token is not None:
+        contents = pard_slots(draft, unembed, target_ids)
+        return parallel_drafter(Standalone.algorithm, None, contents, shape, limit, slots, coupling)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
@@ -87,15 +103,11 @@ def standalone_drafter(
                 draft_params.model, draft.embed(draft_params.model, tokens), positions, mask, *past, before=before
             )
             keys = joined(before, Before(output.block, positions))
-            return Read(unembed(draft_params, output.hidden), carry, keys)
+            return Read(unembed(params, output.hidden), carry, keys)
 
         root, hidden = take_rows((state.root, state.hidden), context)
-        first = Read(unembed(draft_params, hidden[:, None]), (), Before(root, start))
-
-        def target_ids(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-            return ids if draft_params.ids is None else draft_params.ids[ids]
-
-        return grow(context, shape, first, read, target_ids, coupling=coupling), state
+        first = Read(unembed(params, hidden[:, None]), (), Before(root, start))
+        return grow(context, shape, first, read, partial(target_ids, params), coupling=coupling), state
 
     def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
         draft_params = params.draft
@@ -115,18 +127,35 @@ def standalone_drafter(
         hidden = jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0]
         return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
-    limit = position_limit(target, draft.config, positions)
     return tree_drafter(Standalone.algorithm, None, shape, limit, init, propose, observe)
 
 
 @documented
 @dataclass(frozen=True)
 class Standalone(ModelOptions):
-    """A smaller model drafts."""
+    """A smaller model drafts. By default the draft of a PARD model is a chain of 12 tokens."""
 
     algorithm: ClassVar[str] = "STANDALONE"
     needs: ClassVar[str | None] = "a draft model"
     costly_observe: ClassVar[bool] = True
 
+    _: KW_ONLY
+    parallel: bool = setting(
+        True, "whether a PARD model, whose config.json has pard_token, drafts in one forward; else token by token",
+        flag="speculative_parallel_drafting",
+    )  # fmt: skip
+
+    def automatic(self, family: str = "llama", head: Any = None) -> TreeShape:
+        is_pard = head is not None and head.mask_token is not None
+        return chain_of(PARD_DRAFTS) if is_pard else super().automatic(family, head)
+
+    def speculation(self, loaded: Loaded) -> Speculation:
+        model = loaded.model
+        if model is not None and not self.parallel:
+            model = model._replace(config=replace(model.config, mask_token=None))
+        speculation = super().speculation(loaded._replace(model=model))
+        is_pard = cast(Target, model).config.mask_token is not None
+        return in_one_forward(speculation, costly=True) if is_pard else speculation
+
     def drafter(self, target: Target, draft: Any, shape: TreeShape, largest: TreeShape, **shared: Any) -> Drafter:
-        return standalone_drafter(target, draft, shape, **shared)
+        return standalone_drafter(target, draft, shape, slots=largest.steps, **shared)

@@ -102,14 +102,12 @@ class BlockHead(DraftHead):
         self, weights: Weights, x: Hidden, rotation: Any, positions: Positions, mask: Any, past: Past,
         window: int | None,
     ) -> Hidden:  # fmt: skip
-        attend = partial(
-            attention, weights=weights, rotation=rotation, positions=positions, mask=mask, past=past,
-            backend=self.backend, scores=Scores(window=window), head_norm=self._head_norm,
-        )  # fmt: skip
+        where: Any = {"rotation": rotation, "positions": positions, "mask": mask, "past": past}
         norms = [Norm(weights[name], self.config.norm_epsilon) for name in ("attention_norm", "mlp_norm")]
         if not self.config.conv_taps:
-            x, _ = attend(x, norm=norms[0], residual=x)
-            return gated_mlp(x, weights, norm=norms[1], residual=x)
+            return self._decoded(weights, x, x, norm=norms[0], window=window, **where)[0]
+        scores, head_norm = Scores(window=window), self._head_norm
+        attend = partial(attention, weights=weights, backend=self.backend, scores=scores, head_norm=head_norm, **where)
         before, after = self._convolutions(weights, "attention_conv", rms_norm(x, *norms[0][:2]))
         x = x + after(attend(before)[0])
         before, after = self._convolutions(weights, "mlp_conv", rms_norm(x, *norms[1][:2]))

@@ -1,4 +1,5 @@
-"""Draft heads: one decoder layer that predicts further features of the target. `head_spec` declares the kinds."""
+"""Draft heads: a decoder layer, of P-EAGLE several, that predicts further features of the target. `head_spec` declares
+the kinds."""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ class DraftHead:
 
     @property
     def pages(self) -> Any:
-        """The cache entry of a token: a pytree of `PageSpec`s, here a `KeyValue`."""
-        return key_value_spec(self.config)
+        """The cache entry of a token: a pytree of `PageSpec`s, here a `KeyValue`, or one for each of several layers."""
+        spec, count = key_value_spec(self.config), self.config.layers
+        return spec if count == 1 else (spec,) * count
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         if self.config.own_embedding:
@@ -91,18 +93,41 @@ class DraftHead:
             normed = each(apart, weights).reshape(normed.shape)
         return linear(normed, params, "fc")
 
+    def with_mask(self, params: Weights, features: Float[Array, "B N F"]) -> Float[Array, "B X F"]:
+        """P-EAGLE: the features, and last those of slots whose tokens the target has not read."""
+        if (mask := params.get("mask_feature")) is None:
+            return features
+        last = jnp.broadcast_to(mask.astype(features.dtype), (features.shape[0], 1, mask.shape[0]))
+        return jnp.concatenate([features, last], axis=1)
+
     def forward(
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
-    ) -> tuple[Hidden, KeyValue]:
-        """The next features, and the block's keys and values."""
+    ) -> tuple[Hidden, Any]:
+        """The next features, and the block's cache entries."""
         x, residual = self._inputs(params, embedded, feature, positions)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
+        pages = past.pages if self.config.layers > 1 else (past.pages,)
+        run = partial(self._decoded, rotation=rotation, positions=positions, mask=mask)
+        out, block = run(params, x, residual, past=past._replace(pages=pages[0]), window=self.config.windows[0])
+        blocks = [block]
+        for i in range(1, self.config.layers):
+            weights, norm = params[f"layers_{i}"], self._norm_of(params[f"layers_{i}"], "attention_norm")
+            layer_past, window = past._replace(pages=pages[i]), self.config.windows[i]
+            out, block = run(weights, out, out, norm=norm, past=layer_past, window=window)
+            blocks.append(block)
+        out = self._norm(params, "final_norm", out) if self._next_feature_normed else out
+        return out, block if self.config.layers == 1 else tuple(blocks)
+
+    def _decoded(
+        self, weights: Weights, x: Float[Array, "B N J"], residual: Hidden, *, rotation: Any, positions: Positions,
+        mask: Any, past: Past, window: int | None, norm: Norm | None = None,
+    ) -> tuple[Hidden, KeyValue]:  # fmt: skip
+        """A layer whose attention reads x, normalised by `norm`, and its block's keys and values."""
         x, block = attention(
-            x, params, rotation, positions, mask, past, backend=self.backend, residual=residual,
-            scores=Scores(window=self.config.window), head_norm=self._head_norm,
+            x, weights, rotation, positions, mask, past, backend=self.backend, residual=residual,
+            scores=Scores(window=window), head_norm=self._head_norm, norm=norm,
         )  # fmt: skip
-        out = gated_mlp(x, params, norm=self._norm_of(params, "mlp_norm"), residual=x)
-        return self._norm(params, "final_norm", out) if self._next_feature_normed else out, block
+        return gated_mlp(x, weights, norm=self._norm_of(weights, "mlp_norm"), residual=x), block
 
     def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> KeyValue:
         """The keys and values of a block, [B, N, K, E], as `forward` returns them."""
@@ -170,10 +195,10 @@ def check_fit(config: HeadConfig, target: Target) -> None:
 
 
 def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
-    """Random parameters (normal, 0.02), of a block head a dict for each layer. A vocabulary map selects the first W
-    tokens."""
+    """Random parameters (normal, 0.02), of a head of several layers a dict for each layer. A vocabulary map
+    selects the first W tokens."""
     check_fit(config, target)
-    if isinstance(config, BlockConfig):
+    if isinstance(config, BlockConfig) or config.layers > 1:
         declared, sizes = head_table(config), head_sizes(config, target.config.vocab_size)
         keys = iter(jax.random.split(key, sum(len(scope.leaves) for scope in declared)))
         dtype = jnp.dtype(config.dtype)

@@ -8,9 +8,10 @@ t, and predicts x_{t+2}. Deeper in a tree the feature is the head's output at th
     mtp     x = fc(norm(f), norm(e))   out = norm(x + attention(norm(x))  + mlp(norm(.)))   logits = target's head(out)
 
 `out` is the next feature. EAGLE-3.1 normalises eagle3's f, as a whole (`norm_before_fc`) or by layers (`fc_norm`), and
-with `norm_output` the next feature is norm(out). A `HeadSpec` declares the differences between kinds. Sources:
-SafeAILab/EAGLE `cnets1.py`, `cnets.py`; EAGLE-3.1 arXiv 2605.09992 and vllm-project/vllm `llama_eagle3.py`; for mtp
-sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
+with `norm_output` the next feature is norm(out). P-EAGLE (`mask_token`) is eagle3 with a learnt f for slots of which
+the target has none; further layers are plain decoder layers. A `HeadSpec` declares the differences between kinds.
+Sources: SafeAILab/EAGLE `cnets1.py`, `cnets.py`; EAGLE-3.1 arXiv 2605.09992 and vllm-project/vllm `llama_eagle3.py`;
+P-EAGLE arXiv 2602.01469; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from specjax.models.params import (
 LAYER = "midlayer."  # prefix of the decoder layer's tensors
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1: fields of `HeadConfig`, keys of config.json
 FC, EMBED, HEAD, OFFSETS, MASK = "fc.weight", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+MASK_FEATURE = "mask_hidden"  # of P-EAGLE: the features [F] of slots whose tokens the target has not read
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,23 @@ def head_table(config: HeadConfig) -> Table:
     norms = (joint_norm, config.norm_before_fc), (Leaf("fc_norm", "A f", each, init="ones"), config.fc_norm)
     feature_norms = tuple(leaf for leaf, present in norms if present)
     fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
-    return Scope((*feature_norms, *fc)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config)))
+    mask = (Leaf("mask_feature", "F", (Tensor(MASK_FEATURE, "F"),)),) if config.mask_token is not None else ()
+    further = decoder_leaves(config, HEAD_NORMS if config.head_norms else ())
+    return (
+        Scope((*feature_norms, *fc, *mask)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config))),
+        *(Scope(further, f"layers_{i}", f"layers.{i}.") for i in range(1, config.layers)),
+    )  # fmt: skip
+
+
+def decoder_leaves(config: HeadConfig, head_norms: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+    """A layer that reads the output of the layer before."""
+    return (
+        norm("attention_norm", "input_layernorm.weight"),
+        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
+        *head_norms,
+        norm("mlp_norm", "post_attention_layernorm.weight"),
+        *mlp_leaves(bias=config.mlp_bias),
+    )
 
 
 def _own_ends(config: HeadConfig) -> tuple[Leaf, ...]:
@@ -167,13 +185,7 @@ def block_table(config: BlockConfig) -> Table:
     Letters: T taps and g channel groups of the convolutions, 2 sides (before and after attention or MLP); r channels of
     the walk's token vectors, J and Y inputs of the gate and of the recurrence.
     """
-    layer = (
-        norm("attention_norm", "input_layernorm.weight"),
-        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
-        *HEAD_NORMS,
-        norm("mlp_norm", "post_attention_layernorm.weight"),
-        *mlp_leaves(bias=config.mlp_bias),
-    )
+    layer = decoder_leaves(config, HEAD_NORMS)
     for name in ("attention_conv", "mlp_conv") if config.conv_taps else ():
         base, kernel = Tensor(f"{name}.base_kernel", "2 T M"), Tensor(f"{name}.kernel_projection.weight", "2Tg M")
         layer += Leaf(f"{name}_base", "2 T M", (base,), "identity"), Leaf(name, "M -> 2 T g", (kernel,), "zeros")

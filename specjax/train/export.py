@@ -155,8 +155,8 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
     if isinstance(config, BlockConfig):
         return described | _block_keys(config, target)
     spec = head_spec(config.kind)
-    if config.window is not None:  # as in speculators
-        described |= {"layer_types": [LAYER_TYPES[0]], "sliding_window": config.window, "use_sliding_window": True}
+    if (window := config.windows[0]) is not None:  # as in speculators
+        described |= {"layer_types": [LAYER_TYPES[0]], "sliding_window": window, "use_sliding_window": True}
     described |= {"architectures": [spec.architecture], "model_type": spec.model_type, **spec.keys}
     if spec.absent_bias is not None and config.fc_bias != spec.absent_bias:
         described["bias"] = config.fc_bias

@@ -83,7 +83,7 @@ def test_dialects(tmp_path, dialect, format):
     assert config.fc_bias == ("fc_bias" in params) == (dialect in ("eagle", "eagle-qwen2"))
     assert config.attention_bias == ("qkv_bias" in params) == (dialect in ("eagle-qwen2", "mtp"))
     assert not config.output_bias and not config.mlp_bias
-    assert (config.window, config.head_norms) == ((4, True) if dialect == "eagle3.1-sliding" else (None, False))
+    assert (config.windows, config.head_norms) == (((4,), True) if dialect == "eagle3.1-sliding" else ((None,), False))
     norms = NORMS.get(dialect, ())
     assert {
         key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)
@@ -319,8 +319,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("return_hidden_post_norm", "true", "return_hidden_post_norm is 'true'; true or false is needed"),
     ("eh_proj_before_attn", True, "eh_proj_before_attn is True; such heads"),
     ("use_aux_hidden_state", False, "use_aux_hidden_state is False; supported: true (an EAGLE-3 head reads several"),
-    ("parallel_drafting", True, "parallel_drafting is True; such heads (P-EAGLE) are not supported"),
-    ("ptd_token_id", 0, "ptd_token_id is 0; such heads (P-EAGLE) are not supported"),
+    ("ptd_token_id", 0, "missing tensors: mask_hidden"),
     ("layernorms", True, "layernorms is True; such heads"),
     ("norm_before_residual", True, ""),
     ("norm_before_residual", "yes", "norm_before_residual is 'yes'; true or false is needed"),
@@ -342,11 +341,12 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention"]}, "sliding_window is None; a positive integer is needed"),
     ({"layer_types": ["sliding_attention"], "sliding_window": "all"}, "sliding_window is 'all'; a positive integer"),
     *(
-        ({"layer_types": types}, f"layer_types is {types!r}; supported: full_attention")
+        ({"layer_types": types}, f"layer_types is {types!r}; for each of 1 layers one of full_attention")
         for types in ("full_attention", 1, True)
     ),
-    ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; such heads (P-EAGLE)"),
-    ({"architectures": ["PEagleDraftModel"]}, "architectures is ['PEagleDraftModel']; such heads (P-EAGLE)"),
+    ({"speculators_model_type": "peagle", "mask_token_id": 3}, "missing tensors: mask_hidden"),
+    ({"architectures": ["PEagleDraftModel"], "mask_token_id": 3}, "missing tensors: mask_hidden"),
+    ({"parallel_drafting": True, "mask_token_id": 31}, "mask_token_id is 31; a token of the target, from 0 to 30"),
     *(
         ({"architectures": [name]}, f"architectures is ['{name}']; such heads (latent attention) are not supported")
         for name in ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepSeekV3ForCausalLM")
@@ -374,7 +374,7 @@ def test_keys_that_change_the_forward(tmp_path, dialect, nested, changes, messag
         with pytest.raises(CheckpointError, match=re.escape(message)):
             saved(changes)
     else:
-        windowed = {"window": 2048} if changes.get("layer_types") == ["sliding_attention"] else {}
+        windowed = {"windows": (2048,)} if changes.get("layer_types") == ["sliding_attention"] else {}
         fields = windowed | {
             "norm_output" if k.startswith("return") else k: v for k, v in changes.items() if "norm" in k
         }

@@ -13,6 +13,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +131,20 @@ def with_head(algorithm: str, shape: TreeShape) -> Callable[..., Drafting]:
     return make
 
 
+def with_peagle(layers: int, shape: TreeShape) -> Callable[..., Drafting]:
+    """A P-EAGLE head that reads the target's first layer; token 1 is in the slots after the root."""
+
+    def make(model: Model, models: Any) -> Drafting:
+        target = model.toy.target
+        config = head_config(DraftSettings(draft="EAGLE3", aux_layers=("1", "0")), target.config)
+        config = replace(config, layers=layers, windows=(None, 7, None)[:layers], mask_token=1)
+        params = dict(init_head_params(config, target, jax.random.key(1)))
+        params = jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim > 1 else leaf, params)
+        return Speculation(eagle_drafter(target, config, shape), costly_observe=layers > 1), params
+
+    return make
+
+
 def with_block(dialect: str, shape: TreeShape) -> Callable[..., Drafting]:
     """A block head in files of a dialect, with the target's first layer as feature."""
 
@@ -165,6 +180,14 @@ def with_model(family: str | None) -> Callable[..., Drafting]:
     return make
 
 
+def with_pard(model: Model, models: Any) -> Drafting:
+    """A draft model that reads token 1 in the slots after the root."""
+    draft = models("qwen2", model.toy.vocab).toy
+    masked = draft.target._replace(config=replace(draft.target.config, mask_token=1))
+    drafter = standalone_drafter(model.toy.target, masked, TreeShape(5, 2, 12))
+    return Speculation(drafter, costly_observe=True), StandaloneParams(draft.params)
+
+
 def absurd(topk: int | None) -> Callable[..., Drafting]:
     def make(model: Model, models: Any) -> Drafting:
         likely = LETTERS if model.family == "table" else []
@@ -187,6 +210,8 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "EAGLE chain": (with_head("EAGLE", CHAIN), ("pairs", *FAMILIES)),
     "EAGLE tree": (with_head("EAGLE", TREE), ("pairs", *FAMILIES)),
     "EAGLE3 tree": (with_head("EAGLE3", TREE), ("pairs", *FAMILIES)),
+    "P-EAGLE chain": (with_peagle(1, CHAIN), tuple(FAMILIES)),
+    "P-EAGLE tree": (with_peagle(3, TreeShape(4, 3, 16)), tuple(FAMILIES)),
     "MTP head": (with_head("MTP", TREE), ("pairs",)),
     "MTP layers": (with_layers, tuple(MTP_STYLES)),
     "DFLASH chain": (with_block("dflash-sliding", TreeShape(4, 1, 5)), tuple(FAMILIES)),
@@ -195,6 +220,7 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "DFLASH2 tree": (with_block("dflash2", TreeShape(4, 2, 12)), tuple(FAMILIES)),
     "STANDALONE itself": (with_model(None), tuple(family for family in FAMILIES if family not in RECURRENT)),
     "STANDALONE gemma3": (with_model("gemma3"), tuple(FAMILIES)),
+    "PARD tree": (with_pard, tuple(FAMILIES)),
     "absurd chains": (absurd(1), ("table",)),
     "EAGLE token map": (mapped, ("pairs",)),
 }
@@ -225,14 +251,15 @@ QUICK = {
     ("MTP head", "pairs"), ("MTP layers", "qwen3"), ("DFLASH chain", "gpt_oss"), ("DFLASH tree", "gemma3"),
     ("DSPARK tree", "llama"), ("DFLASH2 tree", "mimo"), ("STANDALONE itself", "mistral"),
     ("STANDALONE gemma3", "qwen3_5"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
-    ("DFLASH tree", "gemma4"), ("NGRAM", "gemma4_experts"),
+    ("DFLASH tree", "gemma4"), ("NGRAM", "gemma4_experts"), ("P-EAGLE chain", "qwen3"), ("P-EAGLE tree", "llama"),
+    ("PARD tree", "llama"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
 
 def test_quick_cases_cover_all_values():
     quick = [case for case in cases() if case[:2] in QUICK]
-    assert len(quick) == len(QUICK) <= 20
+    assert len(quick) == len(QUICK) <= 24
     assert {case.drafter for case in quick} == {*DRAFTERS}
     assert {case.family for case in quick} == {"table", "pairs", *FAMILIES}
     assert {case[2:] for case in quick} == {*itertools.product((1, 4), (False, True), (False, True))}

@@ -23,6 +23,7 @@ class Dialect(NamedTuple):
     joint_norm: bool = False  # one norm over the features of all layers
     fc_norm: bool = False  # one for each layer
     head_norms: bool = False
+    layers: int = 0  # of P-EAGLE; 0: no P-EAGLE head
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -38,6 +39,16 @@ SPECULATORS_EAGLE3 = {
     "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "norm_before_residual": False,
     "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
 }  # fmt: skip
+SPECULATORS_PEAGLE = {
+    **SPECULATORS_EAGLE3, "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"],
+    "mask_token_id": 28, "embed_requires_grad": True,
+    "speculators_config": {"algorithm": "peagle", "proposal_methods": [{"speculative_tokens": 6}]},
+}  # fmt: skip
+AUTOMODEL_PEAGLE = {
+    "architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 27, "num_depths": 5,
+    "fc_norm": True, "norm_output": True,
+}  # fmt: skip
+FEW_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True}
 LAYERS = ((r"^midlayer\.", "layers.0."),)
 MODEL_PREFIX = (*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
@@ -80,11 +91,28 @@ _DIALECTS: dict[str, Dialect] = {
         "eagle3", EAGLE3 | {"use_aux_norm": True, "eagle_config": {"norm_before_fc": True}}, fc_norm=True,
         joint_norm=True,
     ),
+    "peagle-speculators": Dialect(
+        "eagle3", SPECULATORS_PEAGLE | {"norm_before_residual": True}, True, LAYERS, embedding=True, layers=1,
+    ),
+    "peagle-speculators-deep": Dialect(
+        "eagle3", SPECULATORS_PEAGLE | {"norm_before_fc": True} | SLIDING | {"layer_types": FEW_SLIDING}, True, LAYERS,
+        embedding=True, joint_norm=True, head_norms=True, layers=3,
+    ),
+    "peagle-amazon": Dialect("eagle3", EAGLE3 | {"ptd_token_id": 30}, renamed=LAYERS, embedding=True, layers=2),
+    "peagle-specforge": Dialect(
+        "eagle3", LLAMA | {"architectures": ["PEagleDraftModel"], "dflash_config": {"mask_token_id": 29}},
+        renamed=LAYERS, embedding=True, layers=4,
+    ),
+    "peagle-automodel": Dialect(
+        "eagle3", LLAMA | AUTOMODEL_PEAGLE, renamed=MODEL_PREFIX, embedding=True, fc_norm=True, whole=True, layers=2,
+    ),
     "mtp": Dialect("mtp", MIMO | {"attention_bias": True}, qkv_bias=True),
     "mtp-nobias": Dialect("mtp", MIMO | {"attention_bias": False}),
 }  # fmt: skip
-DIALECTS = {name: dialect.kind for name, dialect in _DIALECTS.items()}
+DIALECTS = {name: dialect.kind for name, dialect in _DIALECTS.items() if not dialect.layers}
 """Dialect -> kind."""
+PARALLEL = {name: dialect.layers for name, dialect in _DIALECTS.items() if dialect.layers}
+"""Dialect of P-EAGLE -> layers."""
 SPECULATORS = tuple(name for name, dialect in _DIALECTS.items() if dialect.nested)
 """Dialects of vLLM's speculators."""
 
@@ -183,6 +211,12 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
     if form.head_norms:
         shapes |= {f"{layer}self_attn.{part}_norm.weight": (e,) for part in "qk"}
+    for i in range(1, form.layers):
+        further = {name.replace(layer, f"layers.{i}."): shape for name, shape in shapes.items() if layer in name}
+        shapes |= {name: (s[0], m) if re.search("[qkv]_proj", name) else s for name, s in further.items()}
+        del shapes[f"layers.{i}.hidden_norm.weight"]
+    if form.layers:
+        shapes["mask_hidden"] = (1, 1, size["aux_layers"] * target)
     if form.joint_norm:
         shapes["input_norm.weight"] = (size["aux_layers"] * target,)
     if form.fc_norm:
@@ -201,7 +235,7 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         if "norm" in name:
             raw[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         else:
-            raw[name] = rng.normal(0, 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
+            raw[name] = rng.normal(0, 1 if "mask" in name else 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
     if wide and not form.whole:
         ids = np.sort(rng.choice(vocab, size["draft_vocab_size"], replace=False))
         raw["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
@@ -215,7 +249,7 @@ def _config(form: Dialect, size: Mapping[str, int]) -> dict[str, Any]:
         "intermediate_size": size["intermediate_size"],
         "num_attention_heads": size["heads"],
         "num_key_value_heads": size["kv_heads"],
-        "num_hidden_layers": 1,
+        "num_hidden_layers": max(form.layers, 1),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 128,

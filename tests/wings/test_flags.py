@@ -17,6 +17,7 @@ from specjax.__main__ import main as specjax_main
 from specjax.acceptance import AcceptAbove, SyntheticAcceptance
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft, make_speculation
+from specjax.drafters.factories import ALIASES
 from specjax.engine import EngineConfig
 from specjax.engine.memory import layout
 
@@ -355,7 +356,7 @@ def command(capsys, monkeypatch):
     [
         (
             "serve --speculative-algorithm eagle9",
-            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN', 'DSPARK'))}, got 'eagle9'",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, *ALIASES))}, got 'eagle9'",
         ),
         ("serve --dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("serve --page-size 0", "--page-size must be an integer of at least 1, got 0"),
