@@ -270,6 +270,10 @@ class HeadConfig(GroupedHeads):
         layers: decoder layers; several only in a `BlockConfig` and in P-EAGLE.
         mask_token: P-EAGLE: id of the token in the slots after the root; None: the head drafts level by level.
         slots: P-EAGLE: tokens drafted in one forward of training; None: unknown.
+        gemma_layers: whether layers are Gemma 4's: scores are not scaled, values are normalised, norms follow attention
+            and MLP, and a number scales each layer's output.
+        keys_as_values: whether values are the key projections.
+        input_scale: factor on the embeddings.
     """
 
     kind: str
@@ -302,6 +306,9 @@ class HeadConfig(GroupedHeads):
     layers: int = 1
     mask_token: int | None = None
     slots: int | None = None
+    gemma_layers: bool = False
+    keys_as_values: bool = False
+    input_scale: float = 1.0
 
     @property
     def features(self) -> tuple[int, ...] | Literal["final"]:
@@ -328,7 +335,6 @@ class BlockConfig(HeadConfig):
         candidates: tokens of a slot that the selector chooses from.
         conv_taps: slots that a convolution around attention and MLP mixes, the slot itself included; 0: no convolution.
         conv_groups: groups of channels with the same data-dependent part of the convolution's kernel.
-        input_scale: factor on the embeddings.
         output_scale: factor on the logits, before the soft cap.
     """
 
@@ -343,7 +349,6 @@ class BlockConfig(HeadConfig):
     candidates: int = 16
     conv_taps: int = 0
     conv_groups: int = 1
-    input_scale: float = 1.0
     output_scale: float = 1.0
 
     def drafts_of(self, slots: int) -> int:

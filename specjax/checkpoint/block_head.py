@@ -24,19 +24,28 @@ from specjax.checkpoint.hf_config import (
 )
 from specjax.config import BlockConfig, ModelConfig, Walk
 from specjax.limits import ParameterError
+from specjax.models import family
 from specjax.models.head_spec import EMBED, HEAD, MASK, OFFSETS
 
 FROM_ANCHOR: Mapping[str, bool] = {
     "DFlashDraftModel": False, "DFlash2DraftModel": False, "DSparkDraftModel": False, "Qwen3DSparkModel": True,
+    "Gemma4DSparkModel": True,
     "dflash": False, "dflash2": False,
 }  # fmt: skip
 """`from_anchor` of files without `sample_from_anchor`, by architecture or `speculators_model_type`. dspark is absent:
 its default in speculators has changed."""
 DFLASH2 = ("DFlash2DraftModel", "dflash2")
-DEEPSPEC = "Qwen3DSparkModel"
+GEMMA = ("Gemma4DSparkModel", "Gemma4Eagle3Model")
+DEEPSPEC = ("Qwen3DSparkModel", "Qwen3Eagle3Model", *GEMMA)
 MAX_CANDIDATES = 1024  # of a slot
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
+_GEMMA_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}  # transformers' default
+_GEMMA_ONLY = {
+    "enable_moe_block": (False, "false (layers without experts)"),
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+    "hidden_size_per_layer_input": (0, "0 (layers without embeddings of their own)"),
+}
 _ONLY = SILU | {
     "attention_sink_bias": (False, "absent (no attention sinks)"),
     "attention_value_scale": (1, "1"),
@@ -50,9 +59,34 @@ _ONLY = SILU | {
 
 def block_settings(config: Settings) -> Settings:
     """The settings of a head, which z-lab and SpecForge nest in ``dflash_config``."""
-    settings = flattened(config, "dflash_config")
+    settings = layer_names(flattened(config, "dflash_config"))
     refuse_unsupported(settings, _ONLY)
     return settings
+
+
+def layer_names(settings: Settings) -> Settings:
+    """The settings with those of DeepSpec's Gemma 4 layers, which are layers without a window, under other layers'
+    names."""
+    if architecture_of(settings) not in GEMMA:
+        return settings
+    refuse_unsupported(settings, _GEMMA_ONLY)
+    same, ropes = settings.boolean("attention_k_eq_v"), settings.section("rope_parameters")
+    changes: dict[str, Any] = {"head_dim": settings.integer("global_head_dim", 512)}
+    changes["rope_parameters"] = _GEMMA_ROPE | ropes.section(LAYER_TYPES[1])
+    if same:
+        changes["num_key_value_heads"] = settings.integer("num_global_key_value_heads")
+    return Settings(settings | changes, settings.holds)
+
+
+def layer_fields(settings: Settings) -> dict[str, Any]:
+    """Fields of `HeadConfig` for Gemma 4's layers."""
+    gemma = architecture_of(settings) in GEMMA
+    return {"gemma_layers": gemma, "keys_as_values": gemma and settings.boolean("attention_k_eq_v")}
+
+
+def embedding_scale(settings: Settings, target: ModelConfig) -> float:
+    """The factor on embeddings: the file's, else that of the target's embedding."""
+    return settings.number("input_embedding_scale", family(target).input_scale(target))
 
 
 def block_config(
@@ -85,7 +119,7 @@ def block_config(
         logit_softcap=cap, max_positions=longest if longest < target.max_positions else None, dtype=target.dtype,
         layers=layers, block=settings.integer("block_size", least=2 - from_anchor), from_anchor=from_anchor,
         mask_token=_mask_token(settings, target), windows=windows, causal=causal,
-        input_scale=settings.number("input_embedding_scale", 1.0),
+        input_scale=embedding_scale(settings, target), **layer_fields(settings),
         output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, architecture, hidden),
     )  # fmt: skip
     _check_target(settings, result, target)
@@ -95,17 +129,21 @@ def block_config(
 def not_read(settings: Settings) -> set[str]:
     """Tensors that a head may have and that are not read. DSpark's confidence chooses how many drafts are checked;
     `specjax.engine.draft_policy` does so here."""
-    copies = {EMBED, HEAD} if DEEPSPEC in (settings.get("architectures") or ()) else set()
+    copies = {EMBED, HEAD} if architecture_of(settings) in DEEPSPEC else set()
     return {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"} | copies
 
 
-def _architecture(settings: Settings) -> str:
+def architecture_of(settings: Settings) -> str:
     """`speculators_model_type`, else the architecture; empty if there is neither."""
-    architectures = settings.get("architectures") or [""]
-    if not isinstance(architectures, list):
+    named = settings.get("architectures")
+    return str(settings.get("speculators_model_type") or (named[0] if isinstance(named, list) and named else ""))
+
+
+def _architecture(settings: Settings) -> str:
+    if not isinstance(architectures := settings.optional("architectures", []), list):
         raise invalid("architectures", architectures, "a list of names")
-    architecture = str(settings.get("speculators_model_type") or architectures[0])
-    if architecture.startswith("Gemma4"):
+    architecture = architecture_of(settings)
+    if architecture.startswith("Gemma4") and architecture not in FROM_ANCHOR:
         raise unsupported("architectures", architecture, listed((*FROM_ANCHOR, "dspark")))
     if (projector := settings.optional("projector_type", "dflash")) not in ("dflash", "dflash2", "dspark"):
         raise unsupported("projector_type", projector, "dflash, dflash2, dspark")

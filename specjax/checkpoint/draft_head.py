@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.block_head import block_config, not_read
+from specjax.checkpoint.block_head import (
+    DEEPSPEC,
+    architecture_of,
+    block_config,
+    embedding_scale,
+    layer_fields,
+    layer_names,
+    not_read,
+)
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, prefixed, read_json, unsupported
 from specjax.checkpoint.hf_config import (
     LAYER_TYPES,
@@ -191,7 +199,7 @@ def _describe(
         return _describe_block(name, folder, target, given.sample_from_anchor)
     spec = head_spec(kind)
     settings = layer_config(read_json(folder / "config.json", name))
-    tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
+    tensors = common_names(_read(find_weights(name, folder, torch_too=True)), skipped=_copies(settings))
     _check_kind(tensors, spec)
     heads = settings.integer("num_attention_heads")
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
@@ -243,7 +251,7 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        own_head=spec.own_ends,
+        own_head=spec.own_ends and not _copies(settings),
         mapped=vocab_size != target.vocab_size,
         fc_bias=bool(settings.optional("bias", spec.absent_bias)),
         attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
@@ -280,6 +288,8 @@ def _config_fields(
         "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
         **norms,
+        **layer_fields(settings),
+        "input_scale": embedding_scale(settings, target) if architecture_of(settings) in DEEPSPEC else 1.0,
         "windows": _windows(settings, layers),
         "dtype": target.dtype,
         "layers": layers,
@@ -463,13 +473,20 @@ class HeadTensors:
         return self.arrays[name]
 
 
-def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
+def _copies(settings: Settings) -> set[str]:
+    """Tensors that DeepSpec copies from the target."""
+    return {EMBED, HEAD} if architecture_of(settings) in DEEPSPEC else set()
+
+
+def common_names(tensors: Mapping[str, np.ndarray], skipped: Collection[str] = ()) -> HeadTensors:
     arrays: dict[str, np.ndarray] = {}
     names: dict[str, str] = {}
     for file_name, array in tensors.items():
         name = file_name
         for pattern, replacement in _RENAMED:
             name = re.sub(f"^{pattern}", replacement, name)
+        if name in skipped:
+            continue
         if name in names:
             raise CheckpointError(f"tensors {names[name]} and {file_name} mean the same; keep one of them")
         # P-EAGLE's feature is published as [1, 1, F].
@@ -492,7 +509,7 @@ def published_name(spec: HeadSpec, name: str) -> str:
 def layer_config(config: Settings) -> Settings:
     """Settings of an EAGLE or MTP head and of its layers, with `sliding_window` only if ``layer_types`` says which
     layers have a window. Unsupported ones are refused by name."""
-    settings = flattened(config)
+    settings = layer_names(flattened(config))
     # Qwen2 configs have a window that is disabled, speculators' have one also if the layer has none.
     types, used = settings.get("layer_types"), settings.boolean("use_sliding_window", True)
     window = settings.pop("sliding_window", None) if types or not used else None
@@ -549,13 +566,15 @@ def aux_layer_ids(
             problem = f"must be different layers from 0 to {num_layers - 1}, got {list(given)}"
             raise ParameterError("aux_layers", problem, _OWNER)
         return tuple(given)
-    places = {f"eagle_config.{AUX_LAYERS_KEY}": Settings(settings).section("eagle_config"), AUX_LAYERS_KEY: settings}
-    written = {key: ids for key, place in places.items() if (ids := place.get(AUX_LAYERS_KEY)) not in (None, [])}
+    is_deepspec = architecture_of(Settings(settings)) in DEEPSPEC  # has outputs, under block heads' name
+    name = "target_layer_ids" if is_deepspec else AUX_LAYERS_KEY
+    places = {f"eagle_config.{name}": Settings(settings).section("eagle_config"), name: settings}
+    written = {key: ids for key, place in places.items() if (ids := place.get(name)) not in (None, [])}
     read: dict[str, tuple[int, ...]] = {}
     for key, ids in written.items():
         if not isinstance(ids, list | tuple) or not all(type(value) is int for value in ids):
             raise CheckpointError(f"config.json: {key} is {ids!r:.80}; a list of integers is needed")
-        outputs = ids[0] == 1 and family != "gpt_oss"
+        outputs = is_deepspec or (ids[0] == 1 and family != "gpt_oss")
         read[key] = tuple(value - (not outputs) for value in ids)
         if not _are_layers(read[key], num_layers):
             words = f"{list(ids)}, {'outputs' if outputs else 'boundaries'}: the outputs of layers {list(read[key])}"

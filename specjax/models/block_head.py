@@ -87,8 +87,6 @@ class BlockHead(DraftHead):
         config = self.config
         masks = jnp.full((anchor.shape[0], width - 1), config.mask_token, jnp.int32)
         x = self.embed(target_params, params, jnp.concatenate([anchor[:, None], masks], axis=1))
-        if config.input_scale != 1:
-            x = x * jnp.asarray(config.input_scale, x.dtype)
         positions = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         rotation = rotations(config.rope, config.head_dim, positions)
         everything = jnp.asarray(pack_bits(np.ones((1, width, width), bool)))

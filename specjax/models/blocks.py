@@ -181,6 +181,8 @@ def _rotated(
     if head_norm is not None:
         queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
         rotated = jnp.where(place < group, queries, keys)
+        if "layer_scale" in weights:  # Gemma 4's layers of draft heads normalise values, too
+            mixed = head_norm(mixed, jnp.ones_like(weights["key_norm"]))
     return jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
 
 

@@ -32,6 +32,7 @@ from specjax.models.blocks import (
     soft_cap,
 )
 from specjax.models.decoder import embedding_rows, head_columns
+from specjax.models.gemma4 import gelu_gated
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create, map_leaves
 from specjax.models.rope import rotations
@@ -79,8 +80,11 @@ class DraftHead:
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         if self.config.own_embedding:
-            return embedding_rows(params["embed"], tokens, self.config.dtype)
-        return self.target.embed(target_params, tokens)[..., : self.target.config.hidden_size]
+            rows = embedding_rows(params["embed"], tokens, self.config.dtype)
+        else:
+            rows = self.target.embed(target_params, tokens)[..., : self.target.config.hidden_size]
+        scale = self.config.input_scale
+        return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as input of the head. Outputs of the head are used without this step."""
@@ -123,11 +127,17 @@ class DraftHead:
         mask: Any, past: Past, window: int | None, norm: Norm | None = None,
     ) -> tuple[Hidden, KeyValue]:  # fmt: skip
         """A layer whose attention reads x, normalised by `norm`, and its block's keys and values."""
+        gemma = self.config.gemma_layers
         x, block = attention(
-            x, weights, rotation, positions, mask, past, backend=self.backend, residual=residual,
-            scores=Scores(window=window), head_norm=self._head_norm, norm=norm,
+            x, weights, rotation, positions, mask, past, backend=self.backend, residual=None if gemma else residual,
+            scores=Scores(1.0 if gemma else None, window), head_norm=self._head_norm, norm=norm,
         )  # fmt: skip
-        return gated_mlp(x, weights, norm=self._norm_of(weights, "mlp_norm"), residual=x), block
+        mlp = partial(gated_mlp, weights=weights, norm=self._norm_of(weights, "mlp_norm"))
+        if not gemma:
+            return mlp(x, residual=x), block
+        x = residual + self._norm(weights, "attention_output_norm", x)
+        x = x + self._norm(weights, "mlp_output_norm", mlp(x, activation=gelu_gated))
+        return x * weights["layer_scale"].astype(x.dtype)[None, None], block
 
     def keep(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> KeyValue:
         """The keys and values of a block, [B, N, K, E], as `forward` returns them."""

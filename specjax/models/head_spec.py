@@ -17,7 +17,7 @@ P-EAGLE arXiv 2602.01469; for mtp sgl-project/sglang and vllm-project/vllm `mimo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specjax.config import BlockConfig, HeadConfig
@@ -138,13 +138,8 @@ def head_table(config: HeadConfig) -> Table:
     if isinstance(config, BlockConfig):
         return block_table(config)
     spec = head_spec(config.kind)
-    layer = (
-        *spec.input_norms,
-        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, inputs="J"),
-        *(HEAD_NORMS if config.head_norms else ()),
-        norm("mlp_norm", "post_attention_layernorm.weight"),
-        *mlp_leaves(bias=config.mlp_bias),
-    )
+    head_norms = HEAD_NORMS if config.head_norms else ()
+    layer = *spec.input_norms, *_sublayers(config, head_norms, "J")
     final_norm = (spec.final_norm,) if spec.final_norm else ()
     joint_norm = norm("joint_norm", "input_norm.weight", letters="F")
     each = tuple(Tensor(f"fc_norm.{i}.weight", "f", (Part("A", offset=i),)) for i in range(len(config.aux_layers)))
@@ -152,22 +147,31 @@ def head_table(config: HeadConfig) -> Table:
     feature_norms = tuple(leaf for leaf, present in norms if present)
     fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
     mask = (Leaf("mask_feature", "F", (Tensor(MASK_FEATURE, "F"),)),) if config.mask_token is not None else ()
-    further = decoder_leaves(config, HEAD_NORMS if config.head_norms else ())
+    further = norm("attention_norm", "input_layernorm.weight"), *_sublayers(config, head_norms)
     return (
         Scope((*feature_norms, *fc, *mask)), Scope(layer, prefix=LAYER), Scope((*final_norm, *_own_ends(config))),
         *(Scope(further, f"layers_{i}", f"layers.{i}.") for i in range(1, config.layers)),
     )  # fmt: skip
 
 
-def decoder_leaves(config: HeadConfig, head_norms: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
-    """A layer that reads the output of the layer before."""
-    return (
-        norm("attention_norm", "input_layernorm.weight"),
-        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias),
-        *head_norms,
-        norm("mlp_norm", "post_attention_layernorm.weight"),
-        *mlp_leaves(bias=config.mlp_bias),
-    )
+def _sublayers(config: HeadConfig, head_norms: tuple[Leaf, ...], inputs: str = "M") -> tuple[Leaf, ...]:
+    """Attention, which reads the axis `inputs`, and MLP of a layer, with the norms after attention's input."""
+    attention = attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, inputs=inputs)
+    if config.keys_as_values:
+        attention = tuple(replace(leaf, tensors=tuple(map(_of_keys, leaf.tensors))) for leaf in attention)
+    after = norm("mlp_norm", "post_attention_layernorm.weight"), *mlp_leaves(bias=config.mlp_bias)
+    if config.gemma_layers:
+        after = (
+            norm("attention_output_norm", "post_attention_layernorm.weight"),
+            norm("mlp_norm", "pre_feedforward_layernorm.weight"), *after[1:],
+            norm("mlp_output_norm", "post_feedforward_layernorm.weight"),
+            Leaf("layer_scale", "1", (Tensor("layer_scalar", "1"),), init="ones"),
+        )  # fmt: skip
+    return *attention, *head_norms, *after
+
+
+def _of_keys(tensor: Tensor) -> Tensor:
+    return replace(tensor, name=tensor.name.replace("v_proj", "k_proj"))
 
 
 def _own_ends(config: HeadConfig) -> tuple[Leaf, ...]:
@@ -185,7 +189,7 @@ def block_table(config: BlockConfig) -> Table:
     Letters: T taps and g channel groups of the convolutions, 2 sides (before and after attention or MLP); r channels of
     the walk's token vectors, J and Y inputs of the gate and of the recurrence.
     """
-    layer = decoder_leaves(config, HEAD_NORMS)
+    layer = norm("attention_norm", "input_layernorm.weight"), *_sublayers(config, HEAD_NORMS)
     for name in ("attention_conv", "mlp_conv") if config.conv_taps else ():
         base, kernel = Tensor(f"{name}.base_kernel", "2 T M"), Tensor(f"{name}.kernel_projection.weight", "2Tg M")
         layer += Leaf(f"{name}_base", "2 T M", (base,), "identity"), Leaf(name, "M -> 2 T g", (kernel,), "zeros")

@@ -16,6 +16,7 @@ from block_oracle import best_paths, block_outputs, log_softmax, slot_logits, wa
 from distil import pair_model
 from driven import Driven
 from eagle_oracle import ERROR, check_tree, grow_tree
+from family_helpers import load_family, save_family
 from oracle import Sampling, noise
 from tiny_blocks import BLOCK, DIALECTS, Saved, save_block
 from toy_models import Runner, Toy, sampling_rows, tiny_llama
@@ -24,6 +25,7 @@ from specjax.checkpoint import load_head
 from specjax.config import BlockConfig, RopeConfig
 from specjax.drafters import Block, TreeShape, block_drafter, make_speculation
 from specjax.drafters.block import best_prefixes
+from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import init_head_params
 from specjax.tree import DraftTree
 
@@ -173,6 +175,20 @@ def test_window_option(heads):
         for _ in range(drafter.depth):
             path += (int(np.argmax(log_probs(path))),)
         assert tree.tokens[row, 1:].tolist() == [*path]
+
+
+@pytest.mark.parametrize(("dialect", "scale"), [("dflash", 4), ("dflash-scaled", 2), ("speculators-dflash", 4)])
+def test_embedding_of_a_gemma_target(tmp_path, dialect, scale):
+    """The target's scale, the root of its width of 16, unless the file states one."""
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    changes = {"hidden_size": 16, "num_hidden_layers": 6, "vocab_size": 31, "layer_types": layers}
+    toy = load_family(save_family(tmp_path / "model", "gemma4", **changes), "gemma4").toy
+    saved = save_block(tmp_path / "head", dialect)
+    config, params = load_head(str(tmp_path / "head"), toy.target.config, kind="block", progress=False)
+    assert isinstance(config, BlockConfig)
+    head, tokens = BlockHead(config, toy.target), jnp.asarray([[3, saved.spec.mask]], jnp.int32)
+    rows = head.embed(toy.params, params, tokens)
+    np.testing.assert_allclose(rows, np.asarray(toy.params["embed"])[np.asarray(tokens)] * scale, rtol=1e-6)
 
 
 def test_chunks_of_any_size(heads):

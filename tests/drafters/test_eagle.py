@@ -2,6 +2,7 @@
 
 import functools
 import json
+from typing import Any
 
 import eagle_oracle
 import jax
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from driven import Driven
 from eagle_oracle import HeadSpec, check_steps, draft_tree, llama_features, start
-from tiny_heads import DIALECTS, save_head
-from toy_models import Runner, tiny_llama
+from family_helpers import load_family, save_family
+from tiny_heads import DIALECTS, OF_DEEPSPEC, save_head
+from toy_models import Runner, Toy, tiny_llama
 
-from specjax.checkpoint import load_head
+from specjax.checkpoint import describe_head, load_head
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.models.draft_head import with_token_map
 from specjax.step import StepConfig
@@ -59,7 +61,7 @@ class Head(Driven):
 
     def __init__(self, toy, saved, token_map=None, **options):
         self.raw, config, params, self.spec = saved
-        self.token_map = token_map
+        self.token_map, self.ends, self.cap = token_map, None, None
         super().__init__(eagle_drafter, toy, config, params, **options)
 
     def check(self, shape) -> int:
@@ -69,14 +71,17 @@ class Head(Driven):
         n, params = self.done[row], self.toy.params
         own = self.spec.kind == "eagle3" and "embed_tokens.weight" in self.raw
         steps, topk, width = shape
+        embedding = np.asarray(self.raw["embed_tokens.weight"] if own else params["embed"])
+        embedding, head = self.ends or (embedding, np.asarray(params["head"]).T)
         return draft_tree(
             self.raw,
             self.spec,
             self.tokens[row, :n].tolist(),
             int(self.tokens[row, n]),
             self.features[row, :n],
-            embedding=np.asarray(self.raw["embed_tokens.weight"] if own else params["embed"]),
-            head=np.asarray(params["head"]).T,
+            embedding=embedding,
+            head=head,
+            cap=self.cap,
             steps=steps,
             topk=topk,
             width=width,
@@ -103,6 +108,44 @@ def test_dialects(heads, dialect):
         driven.feed(lengths, width)
         clear += driven.check((3, 4, 9))
     assert clear >= 8, "of 12"
+
+
+@functools.cache
+def gemma(folder) -> Toy:
+    """A Gemma 4 of seven layers, whose embedding is scaled by 4, and whose logits have a cap of 8."""
+    changes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 7, "vocab_size": 31}
+    changes["layer_types"] = ["sliding_attention"] * 6 + ["full_attention"]
+    save_family(folder / "gemma", "gemma4", **changes)
+    return load_family(folder / "gemma", "gemma4").toy
+
+
+@pytest.mark.parametrize("dialect", OF_DEEPSPEC)
+def test_deepspec_heads(tmp_path, dialect):
+    """For a Gemma target with its scaled embedding and capped logits. Copies of its ends are not read."""
+    toy = gemma(tmp_path)
+    copies = {name: np.full((31, 16), np.nan, np.float32) for name in ("embed_tokens.weight", "lm_head.weight")}
+    raw = save_head(tmp_path / "head", "eagle3", dialect=dialect, tensors=copies, dtype="float32")
+    config, params = load_head(str(tmp_path / "head"), toy.target.config, kind="eagle3", progress=False)
+    assert describe_head(str(tmp_path / "head"), toy.target.config, kind="eagle3") == config
+    assert (config.aux_layers, config.own_head, config.own_embedding, config.input_scale) == (
+        (1, 3, 4),
+        False,
+        False,
+        4,
+    )
+    raw = {name: tensor for name, tensor in raw.items() if name not in copies}
+    spec = HeadSpec("eagle3", 4, 8, 1e-5, 10000.0, gemma="gemma" in dialect)
+    driven, clear = Head(toy, (raw, config, params, spec)), 0
+    embedding = np.asarray(toy.params["embed"])
+    driven.ends, driven.cap = (embedding * 4, embedding), 8.0
+    for lengths, width in EVENTS:
+        driven.feed(lengths, width)
+        clear += driven.check((3, 4, 9))
+    assert clear >= 7, "of 12"
+    (tmp_path / "head" / "config.json").write_text(
+        (tmp_path / "head" / "config.json").read_text().replace('"target_layer_ids": [1,', '"target_layer_ids": [0,')
+    )
+    assert describe_head(str(tmp_path / "head"), toy.target.config, kind="eagle3").aux_layers == (0, 3, 4)
 
 
 # Every shape, dialect and page size, but not all combinations.

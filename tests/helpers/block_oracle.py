@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from eagle_oracle import TokenPath, log_softmax, rotate
+from eagle_oracle import TokenPath, gelu, log_softmax, rotate, silu
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -34,6 +34,7 @@ class Spec:
     input_scale: float = 1.0
     output_scale: float = 1.0
     softcap: float | None = None
+    gemma: bool = False  # Gemma 4's layers, and theta 1e6
 
 
 def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -48,12 +49,14 @@ def times(w: Tensors, name: str, x: np.ndarray) -> np.ndarray:
 def heads_of(w: Tensors, spec: Spec, layer: int, kind: str, x: np.ndarray, first: int) -> np.ndarray:
     """Queries (q), keys (k) or values (v) of rows at positions first, first + 1, ...: [n, heads, E]."""
     at = f"layers.{layer}.self_attn."
-    heads = times(w, f"{at}{kind}_proj", x).reshape(len(x), -1, spec.head_dim)
+    name = "k" if spec.gemma and f"{at}{kind}_proj.weight" not in w else kind
+    heads = times(w, f"{at}{name}_proj", x).reshape(len(x), -1, spec.head_dim)
     if kind == "v":
-        return heads
+        return np.stack([normed(row, np.ones(1), spec.eps) for row in heads]) if spec.gemma else heads
+    turn = (1e6, 0.25) if spec.gemma else (spec.theta,)
     weight = w[f"{at}{kind}_norm.weight"]
     return np.stack(
-        [[rotate(head, first + i, spec.theta) for head in normed(row, weight, spec.eps)] for i, row in enumerate(heads)]
+        [[rotate(head, first + i, *turn) for head in normed(row, weight, spec.eps)] for i, row in enumerate(heads)]
     )
 
 
@@ -98,16 +101,22 @@ def block_outputs(w: Tensors, spec: Spec, embedding: np.ndarray, features: np.nd
             ]
             for h in range(spec.heads):
                 kv = h * spec.kv_heads // spec.heads
-                scores = np.array([queries[i, h] @ keys[j, kv] for j in seen]) / np.sqrt(spec.head_dim)
+                scores = np.array([queries[i, h] @ keys[j, kv] for j in seen])
+                scores = scores if spec.gemma else scores / np.sqrt(spec.head_dim)
                 weights = np.exp(scores - scores.max())
                 out[i, h] = sum(p * values[j, kv] for p, j in zip(weights / weights.sum(), seen, strict=True))
         y = times(w, f"{at}.self_attn.o_proj", out.reshape(width, -1))
+        if spec.gemma:
+            y = normed(y, w[f"{at}.post_attention_layernorm.weight"], spec.eps)
         x = x + mixed(w, f"{at}.attention_conv", 1, y, a)
-        a = normed(x, w[f"{at}.post_attention_layernorm.weight"], spec.eps)
+        before = "pre_feedforward_layernorm" if spec.gemma else "post_attention_layernorm"
+        a = normed(x, w[f"{at}.{before}.weight"], spec.eps)
         m = mixed(w, f"{at}.mlp_conv", 0, a, a)
         gate, up = (times(w, f"{at}.mlp.{part}_proj", m) for part in ("gate", "up"))
-        y = times(w, f"{at}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
-        x = x + mixed(w, f"{at}.mlp_conv", 1, y, a)
+        y = times(w, f"{at}.mlp.down_proj", (gelu if spec.gemma else silu)(gate) * up)
+        if spec.gemma:
+            y = normed(y, w[f"{at}.post_feedforward_layernorm.weight"], spec.eps)
+        x = (x + mixed(w, f"{at}.mlp_conv", 1, y, a)) * (w[f"{at}.layer_scalar"] if spec.gemma else 1)
     return normed(x, w["norm.weight"], spec.eps)
 
 

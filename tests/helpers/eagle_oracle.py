@@ -38,6 +38,7 @@ class HeadSpec:
     norm_before_residual: bool = False  # eagle3 only
     norm_output: bool = False  # eagle3 only: children read the normed output
     window: int | None = None  # positions that an item sees, its own included
+    gemma: bool = False  # Gemma 4's layer, and theta 1e6
 
     @property
     def layer(self) -> str:
@@ -54,16 +55,25 @@ def rms(tensors: Tensors, name: str, x: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x) + x.dtype.type(eps)) * tensors[f"{name}.weight"].astype(x.dtype)
 
 
-def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """RoPE of one head's vector [E]: dimension i turns together with i + E/2."""
+def rotate(x: np.ndarray, position: int, theta: float, share: float = 1.0) -> np.ndarray:
+    """RoPE of one head's vector [E]: dimension i turns together with i + E/2. `share` of the pairs turn."""
     half = len(x) // 2
     turned = x.copy()
-    for i in range(half):
+    for i in range(int(half * share)):
         angle = position * theta ** (-2 * i / len(x))
         cos, sin = x.dtype.type(math.cos(angle)), x.dtype.type(math.sin(angle))
         turned[i] = x[i] * cos - x[i + half] * sin
         turned[i + half] = x[i + half] * cos + x[i] * sin
     return turned
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """By tanh, as in Gemma."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def head_forward(
@@ -107,17 +117,21 @@ def head_forward(
             normed = rms(tensors, f"{spec.layer}.hidden_norm", g, spec.eps)
             x = np.concatenate([rms(tensors, f"{spec.layer}.input_layernorm", e, spec.eps), normed])
             residual = normed if spec.norm_before_residual else g
+        same = "k" if spec.gemma and f"{at}.v_proj.weight" not in tensors else "v"
         q, k, v = (
             linear(tensors, f"{at}.{name}_proj", x).reshape(heads, size)
-            for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads))
+            for name, heads in (("q", num_heads), ("k", num_kv_heads), (same, num_kv_heads))
         )
+        if spec.gemma:
+            v = np.stack([head / np.sqrt(np.mean(head * head) + dtype(spec.eps)) for head in v])
         if f"{at}.q_norm.weight" in tensors:
             q, k = (
                 [rms(tensors, f"{at}.{name}_norm", head, spec.eps) for head in x] for name, x in (("q", q), ("k", k))
             )
         residuals.append(residual)
-        queries.append([rotate(head, position, spec.rope_theta) for head in q])
-        keys.append([rotate(head, position, spec.rope_theta) for head in k])
+        turn = (position, 1e6, 0.25) if spec.gemma else (position, spec.rope_theta)
+        queries.append([rotate(head, *turn) for head in q])
+        keys.append([rotate(head, *turn) for head in k])
         values.append(v)
 
     outs = []
@@ -128,14 +142,21 @@ def head_forward(
         heads = []
         for head in range(num_heads):
             kv = head // (num_heads // num_kv_heads)
-            scores = np.array([queries[item][head] @ keys[key][kv] for key in seen], dtype) / dtype(math.sqrt(size))
+            scores = np.array([queries[item][head] @ keys[key][kv] for key in seen], dtype)
+            scores = scores if spec.gemma else scores / dtype(math.sqrt(size))
             weights = np.exp(scores - scores.max())
             weights = weights / weights.sum()
             heads.append(sum(weight * values[key][kv] for weight, key in zip(weights, seen, strict=True)))
-        a = residual + linear(tensors, f"{at}.o_proj", np.concatenate(heads))
-        x = rms(tensors, f"{spec.layer}.post_attention_layernorm", a, spec.eps)
+        y = linear(tensors, f"{at}.o_proj", np.concatenate(heads))
+        if spec.gemma:
+            y = rms(tensors, f"{spec.layer}.post_attention_layernorm", y, spec.eps)
+        a, before = residual + y, "pre_feedforward_layernorm" if spec.gemma else "post_attention_layernorm"
+        x = rms(tensors, f"{spec.layer}.{before}", a, spec.eps)
         gate, up = (linear(tensors, f"{spec.layer}.mlp.{name}_proj", x) for name in ("gate", "up"))
-        out = a + linear(tensors, f"{spec.layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        y = linear(tensors, f"{spec.layer}.mlp.down_proj", (gelu if spec.gemma else silu)(gate) * up)
+        if spec.gemma:
+            y = rms(tensors, f"{spec.layer}.post_feedforward_layernorm", y, spec.eps)
+        out = (a + y) * (tensors[f"{spec.layer}.layer_scalar"] if spec.gemma else 1)
         if spec.kind == "mtp":
             out = rms(tensors, f"{spec.layer}.final_layernorm", out, spec.eps)
         outs.append(rms(tensors, "norm", out, spec.eps) if spec.norm_output else out)
@@ -309,6 +330,7 @@ def draft_tree(
     topk: int,
     width: int,
     token_map: Sequence[int] | None = None,
+    cap: float | None = None,
     dtype: type = np.float32,
 ) -> DraftTree:
     """What the head proposes after `tokens` (committed, x_0..x_{n-1}) and `root` (x_n).
@@ -343,8 +365,12 @@ def draft_tree(
             )[-1]
         return outputs[path]
 
+    def log_probs(path: TokenPath) -> np.ndarray:
+        logits = draft_logits(tensors, spec, output(path), head, token_map)
+        return log_softmax(logits if cap is None else cap * np.tanh(logits / cap))
+
     return grow_tree(
-        lambda path: log_softmax(draft_logits(tensors, spec, output(path), head, token_map)),
+        log_probs,
         root,
         steps,
         topk,

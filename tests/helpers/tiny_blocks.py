@@ -15,6 +15,16 @@ BLOCK, RANK, WORDS = 5, 6, 11
 ZLAB: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": BLOCK}
 DEEPSPEC: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "tie_word_embeddings": False}
 SPARK = DEEPSPEC | {"markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+GEMMA: dict[str, Any] = DEEPSPEC | {
+    "architectures": ["Gemma4DSparkModel"], "head_dim": 256, "global_head_dim": 8, "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2, "rope_parameters": ROPES, "rope_theta": None, "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 5.0, "sliding_window": 1024,
+    "layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 0, "enable_moe_block": False,
+}  # fmt: skip
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 SPECULATORS: dict[str, Any] = {"speculators_model_type": "dflash", "block_size": BLOCK}
 SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 4}
@@ -52,6 +62,18 @@ DIALECTS: dict[str, Dialect] = {
     "deepspec-vanilla": Dialect(SPARK | {"markov_head_type": "vanilla"}, {}, {"from_anchor": True}, ends=True),
     "deepspec-gated": Dialect(SPARK | {"markov_head_type": "gated"}, {}, {"from_anchor": True}, ends=True),
     "deepspec-rnn": Dialect(SPARK | {"markov_head_type": "rnn"}, {}, {"from_anchor": True}, ends=True),
+    "deepspec-gemma4": Dialect(
+        GEMMA | {"attention_k_eq_v": True, "markov_rank": RANK, "markov_head_type": "vanilla"},
+        {},
+        {"from_anchor": True, "softcap": 5.0, "gemma": True},
+        ends=True,
+    ),
+    "deepspec-gemma4-values": Dialect(
+        GEMMA | {"attention_k_eq_v": False, "num_key_value_heads": 2, "markov_rank": 0},
+        {},
+        {"from_anchor": True, "softcap": 5.0, "gemma": True},
+        ends=True,
+    ),
     "speculators-dflash": Dialect(SPECULATORS, {}, mapped=True),
     "speculators-sliding": Dialect(
         SPECULATORS | SLIDING | {"sliding_window_non_causal": False},
@@ -119,6 +141,11 @@ def save_block(
             f"{at}mlp.gate_proj.weight": (inner, width), f"{at}mlp.up_proj.weight": (inner, width),
             f"{at}mlp.down_proj.weight": (width, inner),
         }  # fmt: skip
+        if form.spec.get("gemma"):
+            shapes |= {f"{at}{name}_feedforward_layernorm.weight": (width,) for name in ("pre", "post")}
+            shapes[f"{at}layer_scalar"] = (1,)
+            if described["attention_k_eq_v"]:
+                del shapes[f"{at}self_attn.v_proj.weight"]
         for name in ("attention_conv", "mlp_conv") if walk else ():
             taps, group = described["conv_kernel_size"], described["conv_group_size"]
             shapes[f"{at}{name}.base_kernel"] = (2, taps, width)
@@ -138,7 +165,7 @@ def save_block(
             shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
     tensors = {}
     for name, shape in shapes.items():
-        if "norm" in name:
+        if "norm" in name or "scalar" in name:
             tensors[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         elif "markov_w" in name or "codebook" in name or "base_kernel" in name:
             tensors[name] = rng.normal(0, 1, shape).astype(np.float32)
@@ -163,7 +190,7 @@ def save_block(
             **described, "transformer_layer_config": layer, "mask_token_id": mask, "draft_vocab_size": len(ids),
             "aux_hidden_state_layer_ids": [layer + 1 for layer in features],
         }  # fmt: skip
-    elif "Qwen3DSparkModel" in described["architectures"]:
+    elif described["architectures"][0] in ("Qwen3DSparkModel", "Gemma4DSparkModel"):
         written = {
             **layer, **described, "vocab_size": vocab, "mask_token_id": mask, "target_layer_ids": list(features)
         }  # fmt: skip

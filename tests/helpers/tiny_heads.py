@@ -24,6 +24,7 @@ class Dialect(NamedTuple):
     fc_norm: bool = False  # one for each layer
     head_norms: bool = False
     layers: int = 0  # of P-EAGLE; 0: no P-EAGLE head
+    gemma: bool = False  # Gemma 4's layer
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -52,6 +53,17 @@ FEW_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True}
 LAYERS = ((r"^midlayer\.", "layers.0."),)
 MODEL_PREFIX = (*LAYERS, (r"^(?!lm_head|d2t|t2d)", "model."))
+DEEPSPEC = {"target_layer_ids": [1, 3, 4], "tie_word_embeddings": False, "rope_theta": 10000.0}
+GEMMA: dict[str, Any] = DEEPSPEC | {
+    "architectures": ["Gemma4Eagle3Model"], "head_dim": 256, "global_head_dim": 8, "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 5.0, "sliding_window": 1024, "layer_types": ["full_attention"], "rope_theta": None,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
 _DIALECTS: dict[str, Dialect] = {
     "eagle": Dialect("eagle", LLAMA, fc_bias=True, embedding=True),
     "eagle-nobias": Dialect("eagle", LLAMA | {"bias": False, "rope_theta": 500000.0}, embedding=True),
@@ -106,11 +118,25 @@ _DIALECTS: dict[str, Dialect] = {
     "peagle-automodel": Dialect(
         "eagle3", LLAMA | AUTOMODEL_PEAGLE, renamed=MODEL_PREFIX, embedding=True, fc_norm=True, whole=True, layers=2,
     ),
+    "deepspec-qwen3": Dialect(
+        "eagle3", DEEPSPEC | {"architectures": ["Qwen3Eagle3Model"], "head_dim": 8}, renamed=LAYERS, embedding=True,
+        head_norms=True, whole=True,
+    ),
+    "deepspec-gemma4": Dialect(
+        "eagle3", GEMMA | {"attention_k_eq_v": True}, renamed=LAYERS, embedding=True, head_norms=True, whole=True,
+        gemma=True,
+    ),
+    "deepspec-gemma4-values": Dialect(
+        "eagle3", GEMMA | {"attention_k_eq_v": False, "num_key_value_heads": 2}, renamed=LAYERS, embedding=True,
+        head_norms=True, whole=True, gemma=True,
+    ),
     "mtp": Dialect("mtp", MIMO | {"attention_bias": True}, qkv_bias=True),
     "mtp-nobias": Dialect("mtp", MIMO | {"attention_bias": False}),
 }  # fmt: skip
-DIALECTS = {name: dialect.kind for name, dialect in _DIALECTS.items() if not dialect.layers}
+DIALECTS = {name: dialect.kind for name, dialect in _DIALECTS.items() if not dialect.layers and "deepspec" not in name}
 """Dialect -> kind."""
+OF_DEEPSPEC = tuple(name for name in _DIALECTS if "deepspec" in name)
+"""Dialects of EAGLE-3 heads by DeepSpec, with copies of the target's embedding and output matrix."""
 PARALLEL = {name: dialect.layers for name, dialect in _DIALECTS.items() if dialect.layers}
 """Dialect of P-EAGLE -> layers."""
 SPECULATORS = tuple(name for name, dialect in _DIALECTS.items() if dialect.nested)
@@ -217,6 +243,11 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         del shapes[f"layers.{i}.hidden_norm.weight"]
     if form.layers:
         shapes["mask_hidden"] = (1, 1, size["aux_layers"] * target)
+    if form.gemma:
+        shapes |= {f"{layer}{norm}_feedforward_layernorm.weight": (m,) for norm in ("pre", "post")}
+        shapes[f"{layer}layer_scalar"] = (1,)
+        if form.config["attention_k_eq_v"]:
+            del shapes[f"{layer}self_attn.v_proj.weight"]
     if form.joint_norm:
         shapes["input_norm.weight"] = (size["aux_layers"] * target,)
     if form.fc_norm:
@@ -232,7 +263,7 @@ def _random(form: Dialect, size: Mapping[str, int], rng: np.random.Generator) ->
         shapes["embed_tokens.weight"] = (vocab, m)
     raw = {}
     for name, shape in shapes.items():
-        if "norm" in name:
+        if "norm" in name or "scalar" in name:
             raw[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         else:
             raw[name] = rng.normal(0, 1 if "mask" in name else 1 / np.sqrt(shape[-1]), shape).astype(np.float32)

@@ -18,8 +18,8 @@ from tiny_heads import save_head
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
 from specjax.cli import serve as command
-from specjax.drafters import Eagle3, Ngram, NoDraft
-from specjax.engine import Engine, EngineConfig
+from specjax.drafters import Eagle3, Ngram, NoDraft, Standalone
+from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.memory import Devices, layout, temporary_bytes, temporary_terms
 from specjax.engine.plan import Key
 from specjax.engine.programs import Programs
@@ -225,12 +225,18 @@ def tiny(tmp_path_factory):
     head = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}
     sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32}
     save_head(root / "head", "eagle3", config=head, **sizes)
+    save_head(root / "peagle", "eagle3", dialect="peagle-specforge", config=head, **sizes)
+    save_llama(root / "pard", num_hidden_layers=1, hidden_size=16, vocab_size=VOCABULARY, pard_token=9)
+    tokenizer().save_pretrained(root / "pard")
     return root
 
 
-@pytest.mark.parametrize("name", ["NGRAM", "EAGLE3"])
+@pytest.mark.parametrize("name", ["NGRAM", "EAGLE3", "P-EAGLE", "PARD"])
 def test_memory_equals_the_engines(tiny, monkeypatch, name):
-    draft = {"NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head"))}[name]
+    draft = {
+        "NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head")),
+        "P-EAGLE": Eagle3(str(tiny / "peagle"), steps=3), "PARD": Standalone(str(tiny / "pard"), steps=4),
+    }[name]  # fmt: skip
     config = EngineConfig(max_running_requests=3, page_size=4)
     engine = Engine.from_pretrained(str(tiny / "model"), draft=draft, config=config, compilation_cache=False)
     described = outline(str(tiny / "model"), draft=draft)
@@ -240,6 +246,12 @@ def test_memory_equals_the_engines(tiny, monkeypatch, name):
     functions, facts = dict.fromkeys(("init", "propose", "observe")), {"drafter": None, "resize": None}
     assert described.speculation.drafter._replace(**functions) == engine.drafter._replace(**functions)
     assert described.speculation._replace(**facts) == engine.speculation._replace(**facts)
+    assert described.speculation.costly_observe == (name in ("P-EAGLE", "PARD"))
+    if described.speculation.costly_observe:
+        sampling = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=1.0, seed=3)]
+        plain = Engine.from_pretrained(str(tiny / "model"), draft="NONE", config=config, compilation_cache=False)
+        texts = [[done.output_ids for done in each.generate(["hello", "the"], sampling)] for each in (engine, plain)]
+        assert texts[0] == texts[1] and engine.counters.drafted_steps
     memory, state, buckets = plan["memory"], engine.programs.state_shapes, engine.buckets
     assert memory["weights"] == nbytes(engine.params.target) and memory["draft_weights"] == nbytes(engine.params.draft)
     assert memory["pool"] == nbytes(state.cache)
