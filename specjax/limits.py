@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from inspect import cleandoc
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -168,10 +169,13 @@ def check_value(value: Any, annotation: Any, declared: Setting = Setting("")) ->
         raise ValueError("a finite number")
 
 
+_hints = cache(get_type_hints)  # evaluates the annotations of a class
+
+
 def check(options: Any) -> None:
     """Checks each field of a dataclass. Raises TypeError if a value has another type than its annotation, and
     ParameterError if it is out of range."""
-    hints = get_type_hints(type(options))
+    hints = _hints(type(options))
     for member in fields(options):
         name, value, owner = member.name, getattr(options, member.name), type(options).__name__
         try:

@@ -55,6 +55,28 @@ def overrides(settings: Any, flag: str, key: str) -> bool:
     return places.get(flag) == f"--{dashed(flag)}" and place_of(settings, key) != f"--{dashed(key)}"
 
 
+def command_line(settings: Any, **changed: Any) -> list[str]:
+    """Returns the flags that set these settings' fields beside their file. `changed`: other values of fields; None:
+    without the flag."""
+    places = vars(settings).get("_places", {})
+    own = {
+        name: getattr(settings, table.name)
+        for table in fields(settings)
+        for name in vars(getattr(settings, table.name))
+    }
+    values = {name: getattr(own[name], name) for name, place in places.items() if place == f"--{dashed(name)}"}
+    texts = list[str]()
+    for name, value in (values | changed).items():
+        flag = f"--{dashed(name)}"
+        if isinstance(value, bool):
+            texts.append(flag if value else f"--no-{dashed(name)}")
+        elif isinstance(value, tuple):
+            texts += [flag, *value]
+        elif value is not None:
+            texts += [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
+    return texts
+
+
 def dashed(name: str) -> str:
     return name.replace("_", "-")
 

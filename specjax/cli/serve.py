@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_certificate(server)
         if dry_run is not None and args.dry_run:
-            return dry_run.dry_run(settings, args.assume_device, as_json=args.json)
+            return dry_run.dry_run(settings, args.assume_device, as_json=args.json, config_file=args.config)
         if server.profiler_port is not None:
             jax.profiler.start_server(server.profiler_port)
         if server.nnodes > 1 or server.dist_init_addr is not None or server.node_rank:

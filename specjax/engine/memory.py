@@ -29,7 +29,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
@@ -39,6 +39,7 @@ from specjax_kernels.linear import WIDENED
 from specjax_kernels.xla import GPU_TOKENS
 
 from specjax.cache import PoolShape, row_states
+from specjax.config import ModelConfig
 from specjax.drafters.base import Features, Params, Speculation
 from specjax.engine.config import EngineConfig
 from specjax.engine.plan import Buckets
@@ -221,9 +222,8 @@ def plan_memory(
     def sizes(tokens: int) -> tuple[PoolShape, Buckets]:
         return layout(config, context, tokens, devices.platform, speculation, ragged=target.ragged)
 
-    programs = (
-        () if memory is None else temporary_terms(target, speculation.drafter.features, sizes(wanted)[1], devices)
-    )
+    largest = sizes(wanted)[1]
+    programs = () if memory is None else temporary_terms(target, speculation.drafter.features, largest, devices)
     weights = held.weights + held.draft_weights
     fixed = {
         "weights": held.weights,
@@ -237,7 +237,8 @@ def plan_memory(
     tokens, problem = config.max_total_tokens or min(wanted, DEFAULT_POOL_TOKENS), None
     if devices.platform != "cpu" and memory is not None:
         try:
-            tokens = _fitting_tokens(config, speculation, memory, wanted, held, fixed, temporary_bytes(programs))
+            advice = _advice(config, target, speculation, largest, programs)
+            tokens = _fitting_tokens(config, memory, wanted, held, fixed, temporary_bytes(programs), advice)
         except ValueError as error:
             tokens, problem = 0, error
     pool, buckets = sizes(tokens or wanted)
@@ -254,22 +255,36 @@ def plan_memory(
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, which shares its memory with other processes
 
 
+def _advice(
+    config: EngineConfig, target: Target, speculation: Speculation, buckets: Buckets, programs: Iterable[Term]
+) -> str:  # fmt: skip
+    """What to reduce so that the pool has room, of what can be reduced."""
+    requests, rows = config.largest_batch, config.max_running_requests
+    prefill = max(buckets.chunks[-1], buckets.several[2] if buckets.several else 0)
+    totals = [sum(term.bytes for term in programs if term.when == when) for when in ("step", "prefill")]
+    sizes = {
+        f"max_batch ({requests})": 1 < requests < rows,
+        f"max_running_requests ({rows})": 1 < requests == rows,
+        f"draft tokens ({speculation.drafter.width})": speculation.explicit_width,
+        f"max_prefill_tokens ({prefill})": totals[0] < totals[1] and prefill > buckets.chunks[0],
+        f"state_snapshots ({config.snapshot_rows})": config.snapshot_rows > 0 and bool(row_states(target.pages)),
+    }
+    fewer = [name for name, reducible in sizes.items() if reducible]
+    return f"fewer {' or '.join(fewer)}" if fewer else "smaller weights"
+
+
 def _fitting_tokens(
-    config: EngineConfig, speculation: Speculation, memory: Memory, wanted: int, held: Held, fixed: dict[str, int],
-    temporaries: int,
+    config: EngineConfig, memory: Memory, wanted: int, held: Held, fixed: dict[str, int], temporaries: int, advice: str
 ) -> int:  # fmt: skip
     """Returns the number of tokens in the pool. Raises ValueError if they do not fit the device."""
     used, token = fixed["weights"] + fixed["draft_weights"] + fixed["other"], held.token + held.draft_token
     room = memory.limit - sum(fixed.values()) - temporaries
-    most, rows = config.largest_batch, config.max_running_requests
-    fewer = f"max_batch ({most})" if most < rows else f"max_running_requests ({rows})"
-    fewer += f" or draft tokens ({speculation.drafter.width})" if speculation.explicit_width else ""
     if (requested := config.max_total_tokens) is not None:
         if requested * token > room:
             problem = (
                 f"{requested} takes {requested * token / 1e9:.2f} GB and the temporaries of the largest program "
                 f"{temporaries / 1e9:.2f} GB, but {(memory.limit - used) / 1e9:.2f} GB are free; give fewer tokens, or "
-                f"fewer {fewer}"
+                f"{advice}"
             )
             raise ParameterError("max_total_tokens", problem, "EngineConfig")
         return requested
@@ -280,7 +295,7 @@ def _fitting_tokens(
             f"no memory is left for the KV pool: {used / 1e9:.2f} of {memory.total / 1e9:.2f} GB are taken, "
             f"{budget / 1e9:.2f} GB are for weights and pool (mem_fraction {config.mem_fraction:g}; jax has "
             f"{memory.limit / 1e9:.2f} GB), and the temporaries of the largest program take {temporaries / 1e9:.2f} "
-            f"GB; give a higher fraction, or fewer {fewer}"
+            f"GB; give a higher fraction, or {advice}"
         )
     return min(wanted, free // token)
 
@@ -343,12 +358,7 @@ def _activation_bytes(target: Target, features: Features, devices: int, *, on_cp
                 or, if more, two arrays for the rows of the chosen experts
                 or, if more, the systems of equations of a delta net (`STATE_COPIES`)
     """
-    model, sizes = target.config, dimensions(target.config)
-    widest = packed = 0
-    for leaf in leaves_of(table(model)):
-        if leaf.matrix and "vocab" not in leaf.axes:
-            outputs = held_outputs(leaf, sizes, devices)
-            widest, packed = max(widest, outputs), packed + outputs * (leaf.name == "qkv")
+    model, (widest, packed) = target.config, _outputs(target.config, devices)
     size = np.dtype(model.dtype).itemsize
     stream, pages = size * model.hidden_size, page_bytes(target.pages, devices)
     streams = len(features) if isinstance(features, tuple) else features is not None
@@ -361,3 +371,12 @@ def _activation_bytes(target: Target, features: Features, devices: int, *, on_cp
     chosen = 2 * stream * model.experts.per_token if model.experts else 0
     lasting = max(pages, size * packed, chosen * model.num_layers) + 6 * entries // 5
     return lasting + stream * (3 + streams + 2 * (streams > 0)), max(3 * size * widest // 2, chosen, system)
+
+
+@lru_cache(16)  # a search plans many engines of one model
+def _outputs(model: ModelConfig, devices: int) -> tuple[int, int]:
+    """Outputs on each device of the layers' widest matrix, and of all layers' projections for attention."""
+    sizes = dimensions(model)
+    matrices = [leaf for leaf in leaves_of(table(model)) if leaf.matrix and "vocab" not in leaf.axes]
+    outputs = [(leaf.name, held_outputs(leaf, sizes, devices)) for leaf in matrices]
+    return max((size for _, size in outputs), default=0), sum(size for name, size in outputs if name == "qkv")

@@ -3,7 +3,8 @@
 Reads configs and tensor headers only. The engine's own functions compute the memory; temporaries are estimated. A step
 without drafts takes at least the time to read its bytes.
 
-In reading order: `outline` describes a model, `make_plan` computes, `changes` tries settings that fit.
+In reading order: `outline` describes a model, `make_plan` computes, `changes` tries single settings that fit, `best`
+several together.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import prod
+from functools import lru_cache, partial
+from itertools import product
+from math import ceil, log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,8 +35,8 @@ from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import Auto, DraftOptions, NoDraft, Params, Speculation, StandaloneParams, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.config import EngineConfig
-from specjax.engine.memory import Devices, Held, held_by, plan_memory
-from specjax.engine.plan import BATCHES, speculation_table
+from specjax.engine.memory import Devices, Held, MemoryPlan, held_by, plan_memory
+from specjax.engine.plan import BATCHES, LARGE_CHUNK, SMALL_CHUNK, speculation_table
 from specjax.gpu import DEVICES, Device, Memory, given_share, share_of, this_memory
 from specjax.load import choose, head_quantization, model_quantization, naming, requested
 from specjax.models import make_target
@@ -41,12 +45,19 @@ from specjax.models.draft_head import with_vocabulary
 from specjax.models.params import LAYER_EMBEDDINGS, Bits, Leaf, leaves_of, read_leaves
 from specjax.models.target import Target
 from specjax.parallel.sharding import check_experts, fitted, held_bytes, page_bytes, row_bytes
-from specjax.settings import Parser, dashed
+from specjax.settings import Parser, command_line, dashed
 from specjax.state import init_state
 
-CONTEXT = 1024  # cached tokens of each request, in the bound of the speed
+CONTEXT = 1024  # maximum number of cached tokens of each request, in the bound of the speed
 HIGH_FRACTION = 0.9  # largest proposed share of a GPU's memory for weights and pool
 MAX_DEVICES = 64  # largest proposed --tensor-parallel-size
+GOAL_CONTEXT, MIN_CONTEXT = 32_768, 2_048
+"""Tokens of a request that a command aims at, and that it must allow, if the model and the settings do."""
+
+QUANTISED = {"auto": 0.0, "int8": 4.0, "int4": 6.0}
+WITHOUT_DRAFT, WITHOUT_SNAPSHOTS, LONGER, SMALLER, FRACTION = 6.0, 2.0, 2.0, 0.25, 0.1
+"""Costs of proposed settings. Half as many requests cost 1, half as long a text `LONGER`. Half as large a chunk and
+half as many snapshots cost `SMALLER` each: prompts take longer. Quantised weights change the text."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +95,11 @@ def this_device() -> Device:
     return Device(kind, total, bandwidth, 0.0, 0.0, "measured: a copy of 256 MB", before_ampere())
 
 
-def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = False) -> int:
-    """Prints the plan; returns 0 if the model fits, 1 if not, 2 for a wrong setting. `device`: see `DEVICES`."""
+def dry_run(
+    settings: flags.Settings, device: str | None, *, as_json: bool = False, config_file: str | None = None
+) -> int:  # fmt: skip
+    """Prints the plan; returns 0 if the model fits, 1 if not, 2 for a wrong setting. `device`: see `DEVICES`.
+    `config_file`: the settings' file, for the proposed command."""
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # leaves this machine's GPU free
     try:
@@ -95,12 +109,23 @@ def dry_run(settings: flags.Settings, device: str | None, *, as_json: bool = Fal
         platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
         names = ("model", "revision", "quantization", "draft", "dtype")
         with flags.named_as_flags(settings):
-            model = outline(**{name: arguments[name] for name in names}, platform=platform)
-            checkpoint.check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
             bounds = DEVICES[device] if device else this_device()
-            case = Case(model, arguments["config"], bounds, platform, settings.server.data_parallel_size)
+            given = {name: arguments[name] for name in names}
+            given |= {"platform": platform, "before_ampere": bounds.before_ampere}
+            model = outline(**given)
+            checkpoint.check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
+            replicas = settings.server.data_parallel_size
+            case = Case(model, arguments["config"], bounds, platform, replicas, partial(outline, **given))
             plan = {"model": settings.model.model, **make_plan(case)}
-            plan["changes"] = [*changes(case)] if plan["problems"] else []
+            plan["changes"] = [shlex.join(_flags(change)) for change in changes(case)] if plan["problems"] else []
+            found = best(case) if plan["problems"] or plan["pool_tokens"] < _needed(case) else None
+            start = ["specjax", "serve", *(["--config", config_file] if config_file else [])]
+            plan["command"] = found and {
+                "line": shlex.join([*start, *_flags(found.options, settings)]),
+                "devices": found.config.tensor_parallel,
+                "requests": found.config.max_running_requests,
+                "pool_tokens": found.tokens,
+            }
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return 2
@@ -136,13 +161,21 @@ class Outline:
 
 def outline(
     model: str, *, draft: DraftOptions | str = Auto.algorithm, dtype: str = "auto", quantization: str = "auto",
-    revision: str | None = None, platform: str | None = None,
+    revision: str | None = None, platform: str | None = None, before_ampere: bool = False,
 ) -> Outline:  # fmt: skip
     """Describes target and drafter for a platform ("cpu", "gpu"; None: this process's), as `load` would load them."""
     platform = platform or jax.default_backend()
+
+    def described(hf_config: Mapping[str, Any]) -> ModelConfig:
+        config = checkpoint.model_config(hf_config, dtype=dtype, platform=platform)
+        if before_ampere and dtype == "auto" and config.dtype == "bfloat16":
+            with suppress(checkpoint.CheckpointOptionError):  # float16 is too small for the model
+                return checkpoint.model_config(hf_config, dtype="float16", platform=platform)
+        return config
+
     options, plugin = requested(model, draft)
     files = checkpoint.resolve(model, revision=revision, progress=True, outline=True)
-    config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
+    config = described(files.config)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     chosen = choose(options, files, config, platform)
     target = make_target(config)
@@ -162,7 +195,7 @@ def outline(
     if options.needs is not None and options.kind is None:
         with naming(options, "path"):
             others = checkpoint.resolve(str(options.path), revision=options.revision, progress=True, outline=True)
-            drafts = checkpoint.model_config(others.config, dtype=dtype, platform=platform)
+            drafts = described(others.config)
             kind, small = model_quantization(options, others, drafts, platform), make_target(drafts)
         part(drafts, kind, {**others.config}, drafts.tied_embeddings)
     elif options.needs is not None:
@@ -202,6 +235,7 @@ class Case(NamedTuple):
     device: Device
     platform: str  # "cpu" or "gpu"
     replicas: int = 1  # engines of one process, each on separate devices
+    describe: Callable[..., Outline] | None = None  # `outline` with other arguments; None: no other is tried
 
     @property
     def limit(self) -> int:
@@ -211,22 +245,45 @@ class Case(NamedTuple):
         return int(self.device.memory * (given_share() or share_of(self.config.mem_fraction, self.device.memory)))
 
 
-def make_plan(case: Case) -> dict[str, Any]:
-    """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
-    model, config, n, groups = case.outline, case.config, case.config.tensor_parallel, case.config.expert_parallel
-    parts, problem = _split(model, n, groups)
-    held, forward = _held(case, parts), _read_bytes(parts[0], n, groups)
+class Planned(NamedTuple):
+    memory: MemoryPlan
+    held: Held
+    parts: tuple[Part, ...]
+    target: Target
+    problems: list[ValueError]
+
+
+def planned(case: Case) -> Planned:
+    """Plans the memory. Raises ValueError if the context exceeds the model's positions."""
+    model, config, n = case.outline, case.config, case.config.tensor_parallel
+    parts, problem = _split(model, n, config.expert_parallel)
+    held = _held(case, parts)
     memory = Memory(case.device.memory, case.limit, 0, case.device.before_ampere)
-    served, drafter = cast(ModelConfig, parts[0].declared.config), model.speculation.drafter
+    served = cast(ModelConfig, parts[0].declared.config)
     target = model.target if served == model.target.config else make_target(served)
     plan = plan_memory(config, target, model.speculation, Devices(case.platform, n, memory), held)
-    problems = [str(flags.with_flag(error)) for error in (problem, plan.problem) if error is not None]
-    tokens, context, buckets = prod(plan.pool), plan.context_length, plan.buckets
+    problems = [error for error in (problem, plan.problem) if error is not None]
+    tokens, context = prod(plan.pool), plan.context_length
+    if not problems and config.context_length and tokens < context:
+        problems.append(ValueError(f"the KV pool holds {tokens} tokens, and --context-length is {context}"))
+    return Planned(plan, held, parts, target, problems)
+
+
+def make_plan(case: Case) -> dict[str, Any]:
+    """Makes the document of `--json`. Raises ValueError if the context exceeds the model's positions."""
+    config, n, groups = case.config, case.config.tensor_parallel, case.config.expert_parallel
+    plan, held, parts, target, errors = planned(case)
+    problems, drafter = [str(flags.with_flag(error)) for error in errors], case.outline.speculation.drafter
+    served, tokens, context, buckets = target.config, prod(plan.pool), plan.context_length, plan.buckets
     in_windows = [served.window(i) is not None for i in range(served.num_layers)]
     window_pages = [spec for spec, has_window in zip(target.pages, in_windows, strict=True) if has_window]
     own_rows = [leaf for leaf in leaves_of(parts[0].declared.table) if leaf.name == LAYER_EMBEDDINGS]
-    if not problems and config.context_length and tokens < context:
-        problems.append(f"the KV pool holds {tokens} tokens, and --context-length is {context}")
+    cached = min(CONTEXT, context, tokens)
+    read = {
+        batch: _read_bytes(parts[0], n, groups, batch)
+        for batch in buckets.batches
+        if not problems and batch * cached <= tokens
+    }
     return {
         "dtype": target.config.dtype,
         "device": case.device._asdict(),
@@ -246,16 +303,21 @@ def make_plan(case: Case) -> dict[str, Any]:
         "context_length": context,
         "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
         "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
-        "speculation": speculation_table(model.speculation, buckets),
-        "reads": {"weights": held.weights, "draft_weights": held.draft_weights, "forward": forward},
-        "speeds": {
-            batch: batch * case.device.bandwidth / (forward + batch * min(CONTEXT, context) * held.token)
-            for batch in buckets.batches
+        "speculation": speculation_table(case.outline.speculation, buckets),
+        "reads": {
+            "weights": held.weights, "draft_weights": held.draft_weights, "forward": _read_bytes(parts[0], n, groups),
+            "context": cached,
         },
-    }
+        "experts": {batch: round(experts_read(served, batch) * served.experts.count, 1) for batch in read}
+        if served.experts
+        else {},
+        "speeds": {
+            batch: batch * case.device.bandwidth / (size + batch * cached * held.token) for batch, size in read.items()
+        },
+    }  # fmt: skip
 
 
-@lru_cache(16)
+@lru_cache(256)
 def _split(model: Outline, devices: int, groups: int) -> tuple[tuple[Part, ...], ValueError | None]:
     """Returns the parts as loading fits them to devices, or unchanged and the reason why that is impossible."""
     target = model.target.config
@@ -270,33 +332,44 @@ def _held(case: Case, parts: tuple[Part, ...]) -> Held:
     """Computes the bytes on each device: those of one device, less what the others hold of pages and rows."""
     model, config, n = case.outline, case.config, case.config.tensor_parallel
     rows, snapshots = config.max_running_requests, config.snapshot_rows if row_states(model.target.pages) else 0
-    one = _held_by_one(model, config.page_size, rows, snapshots)
-    weights, *drafts = (part.bytes(leaves_of(part.declared.table), n, config.expert_parallel) for part in parts)
+    one, a_row = _held_by_one(model, config.page_size)
+    weights, *drafts = _weights(model, n, config.expert_parallel)
     pages, *draft_pages = (page_bytes(part.declared.pages, n) for part in parts)
     others = sum(draft_pages) - sum(page_bytes(part.declared.pages) for part in model.parts[1:])
-    row = row_bytes(model.target.pages, n) - row_bytes(model.target.pages)
+    state = row_bytes(model.target.pages)
     return Held(
         weights=weights,
         draft_weights=sum(drafts) if drafts else one.draft_weights,  # of a user-defined drafter
         token=pages,
         draft_token=one.draft_token + others,
-        rows=one.rows + (rows + snapshots) * row,
+        rows=one.rows + (rows - 1) * (a_row - state) + (rows + snapshots) * row_bytes(model.target.pages, n) - state,
     )
 
 
+@lru_cache(256)
+def _weights(model: Outline, devices: int, groups: int) -> list[int]:
+    """Bytes of each part's weights on each device."""
+    return [part.bytes(leaves_of(part.declared.table), devices, groups) for part in _split(model, devices, groups)[0]]
+
+
 @lru_cache(16)
-def _held_by_one(model: Outline, page_size: int, rows: int, snapshots: int) -> Held:
-    def state(pool: PoolShape) -> Any:
+def _held_by_one(model: Outline, page_size: int) -> tuple[Held, int]:
+    """What one device holds with one request, and the bytes of another request's row."""
+
+    def state(rows: int, pool: PoolShape) -> Any:
         arguments = model.params, model.target, model.speculation.drafter
-        return jax.eval_shape(lambda: init_state(*arguments, rows=rows, pool=pool, snapshots=snapshots))
+        return jax.eval_shape(lambda: init_state(*arguments, rows=rows, pool=pool))
 
-    return held_by(model.params, state, page_size)
+    def held(rows: int) -> Held:
+        return held_by(model.params, partial(state, rows), page_size)
+
+    one = held(1)
+    return one, held(2).rows - one.rows
 
 
-def _read_bytes(target: Part, devices: int, groups: int) -> int:
-    """Computes the bytes of parameters that a forward of one token reads on each device."""
-    experts = getattr(target.declared.config, "experts", None)
-    chosen = experts.per_token / experts.count if experts else 1.0
+def _read_bytes(target: Part, devices: int, groups: int, tokens: int = 1) -> int:
+    """Computes the bytes of parameters that a forward of some tokens reads on each device."""
+    chosen = experts_read(target.declared.config, tokens)
 
     def read(leaf: Leaf) -> int:
         stacked = leaf.dims[0] == "X" and len(leaf.dims) > 1
@@ -305,35 +378,176 @@ def _read_bytes(target: Part, devices: int, groups: int) -> int:
     return sum(map(read, read_leaves(target.declared.table)))
 
 
-def changes(case: Case) -> Iterator[str]:
-    """Yields changes of single flags that make the model fit."""
-    config, model, groups = case.config, case.outline, case.config.expert_parallel
-    room = make_plan(case._replace(config=replace(config, max_total_tokens=None, context_length=None)))["pool_tokens"]
+def experts_read(config: ModelConfig | HeadConfig, tokens: int) -> float:
+    """Returns the expected share of a layer's experts that some tokens choose, if they choose evenly: each token leaves
+    out an expert with probability 1 - K/E. The formula is that of MoESD (arXiv 2505.19645). Uneven choices read less.
+    """
+    experts = getattr(config, "experts", None)
+    return 1 - (1 - experts.per_token / experts.count) ** tokens if experts else 1.0
 
-    def settings(field: str, values: Iterable[Any]) -> Iterator[tuple[object, Case]]:
-        return ((value, case._replace(config=replace(config, **{field: value}))) for value in values)
 
-    batches = [size for size in reversed(BATCHES[case.platform]) if size < config.max_running_requests]
-    devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    none = make_speculation(NoDraft())
-    plain = replace(model, speculation=none, params=Params(model.params.target, None), parts=model.parts[:1])
-    candidates: dict[str, Iterable[tuple[object, Case]]] = {
-        "--max-total-tokens": settings("max_total_tokens", [room] if config.max_total_tokens and room else []),
-        "--context-length": settings("context_length", [room] if config.context_length and room else []),
-        "--max-running-requests": settings("max_running_requests", batches),
-        "--mem-fraction-static": settings("mem_fraction", [HIGH_FRACTION] * (config.mem_fraction < HIGH_FRACTION)),
-        "--tensor-parallel-size": settings(
-            "tensor_parallel", range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups)
-        ),
-        "--assume-device": ((device.name, case._replace(device=device)) for device in devices),
-        "--speculative-algorithm": [("NONE", case._replace(outline=plain))] * (model.speculation.drafter.width > 1),
+# Settings that fit.
+
+Options = dict[str, Any]  # options of the library -> values
+
+
+class Proposal(NamedTuple):
+    cost: float
+    options: Options
+    config: EngineConfig
+    tokens: int  # of the pool
+
+
+def _flags(options: Options, settings: flags.Settings | None = None) -> list[str]:
+    """The flags of options, together with those of settings."""
+    names = flags.OPTIONS | {"quantization": "quantization", "assume_device": "assume_device"}
+    changed = {names[name]: value for name, value in options.items()}
+    if "draft" in options:  # the draft's options have no use
+        changed = dict.fromkeys(vars(flags.SpeculativeSettings())) | changed
+    return command_line(settings or flags.Settings(), **changed)
+
+
+def _reductions(case: Case) -> dict[str, list[tuple[float, Options]]]:
+    """Settings of the engine that need less memory: cost and values, cheapest first."""
+    config, platform = case.config, case.platform
+    requests, largest = config.max_running_requests, LARGE_CHUNK[platform]
+    chunk = min(config.chunked_prefill_size or largest, config.max_prefill_tokens or largest, largest)
+    rows = config.snapshot_rows if row_states(case.outline.target.pages) else 0
+    chunks = (c for c in (1024, 512, 256, 128, 64) if SMALL_CHUNK[platform] <= c < chunk)
+    return {
+        "max_running_requests": [
+            (log2(requests / n), {"max_running_requests": n}) for n in reversed(BATCHES[platform]) if n < requests
+        ],
+        "chunked_prefill_size": [
+            (SMALLER * log2(chunk / c), {"chunked_prefill_size": c, "max_prefill_tokens": c}) for c in chunks
+        ],
+        "state_snapshots": [
+            *((SMALLER * log2(rows / n), {"state_snapshots": n}) for n in (8, 4, 2) if n < rows),
+            *([(SMALLER * log2(rows) + WITHOUT_SNAPSHOTS, {"state_snapshots": 0})] if rows else []),
+        ],
+        "mem_fraction": [(FRACTION, {"mem_fraction": HIGH_FRACTION})] * (config.mem_fraction < HIGH_FRACTION),
     }
-    for flag, cases in candidates.items():
-        for value, changed in cases:
-            splits = _split(changed.outline, changed.config.tensor_parallel, changed.config.expert_parallel)[1] is None
-            if splits and make_plan(changed)["fits"]:
-                yield f"{flag} {value}"
-                break
+
+
+def _variants(case: Case) -> Iterator[tuple[float, Options, Outline]]:
+    """The model as it is and with smaller weights, cheapest first."""
+    size, describe = sum(_weights(case.outline, 1, 1)), case.describe
+    yield 0.0, {}, case.outline
+    for kind, cost in QUANTISED.items() if describe is not None else ():
+        with suppress(ValueError):  # not for these weights
+            model = describe(quantization=kind)
+            if (smaller := sum(_weights(model, 1, 1))) < size:
+                size = smaller
+                yield cost, {"quantization": kind}, model
+
+
+def _without_draft(model: Outline) -> Outline:
+    none = make_speculation(NoDraft())
+    return replace(model, speculation=none, params=Params(model.params.target, None), parts=model.parts[:1])
+
+
+def _goal(case: Case) -> int:
+    """Tokens that the pool should hold: a text of the context that is set, else of at most `GOAL_CONTEXT` tokens."""
+    config, most = case.config, case.outline.target.config.max_positions
+    return min(config.context_length or GOAL_CONTEXT, most, config.max_total_tokens or most)
+
+
+def _needed(case: Case) -> int:
+    """Tokens that the pool must hold to be of use."""
+    return min(_goal(case), MIN_CONTEXT)
+
+
+def _fill(case: Case) -> tuple[float, Options, int] | None:
+    """Fits the pool, and a context that is set, to the memory: cost, options and the pool's tokens. None: it cannot."""
+    config, asked, goal = case.config, case.config.max_total_tokens, _goal(case)
+    plan, held, *_ = planned(case._replace(config=replace(config, max_total_tokens=None)))
+    pool = prod(plan.pool)
+    if case.platform == "cpu":  # whose pool has a fixed size
+        excess = max(plan.total - case.limit, 0)
+        pool -= ceil(excess / (held.token + held.draft_token) / config.page_size) * config.page_size
+    tokens, options = min(pool, asked or pool), Options()
+    if tokens < _needed(case):
+        return None
+    if tokens < (asked or prod(plan.pool)):
+        options["max_total_tokens"] = tokens
+    if config.context_length and tokens < config.context_length:
+        options["context_length"] = tokens
+    return LONGER * log2(goal / min(tokens, goal)), options, tokens
+
+
+def best(case: Case) -> Proposal | None:
+    """Searches for settings that fit together and cost least (see `QUANTISED`), on as few more devices as possible."""
+    groups, asked = case.config.expert_parallel, case.config.tensor_parallel
+    counts = [n for n in range(groups, MAX_DEVICES + 1, groups) if _split(case.outline, n, groups)[1] is None]
+    # Fewer devices hold less, and are tried only if so many cannot split the model.
+    counts = [n for n in counts if n >= asked] if asked in counts else sorted(counts, key=lambda n: (n > asked, -n))
+    variants = [*_variants(case)]
+    if case.outline.speculation.drafter.width > 1:
+        without = {"draft": NoDraft.algorithm}
+        variants += [(cost + WITHOUT_DRAFT, o | without, _without_draft(model)) for cost, o, model in variants]
+    for n in counts:
+        found, split = None, case._replace(config=replace(case.config, tensor_parallel=n))
+        for cost, options, model in variants:
+            more = options | ({"tensor_parallel": n} if n != asked else {})
+            found = _search(split._replace(outline=model), cost, more, found)
+        if found is not None:
+            return found
+    return None
+
+
+def _search(case: Case, cost: float, options: Options, found: Proposal | None) -> Proposal | None:
+    """Searches for settings of the engine, together with options that are in the case already. Returns `found` if
+    nothing costs less."""
+    reductions = [[(0.0, Options()), *choices] for choices in _reductions(case).values()]
+
+    def reduced(engine: Options) -> Case:
+        return case._replace(config=replace(case.config, **engine))
+
+    def together(chosen: Iterable[tuple[float, Options]]) -> Options:
+        return {name: value for _, one in chosen for name, value in one.items()}
+
+    smallest = reduced(together(choices[-1] for choices in reductions))
+    weights = sum(_weights(case.outline, case.config.tensor_parallel, case.config.expert_parallel))
+    if weights > smallest.limit or (most := _fill(smallest)) is None:
+        return found
+    cost += most[0]  # no settings leave room for a longer text
+    for chosen in sorted(product(*reductions), key=lambda chosen: sum(price for price, _ in chosen)):
+        price, engine = cost + sum(price for price, _ in chosen), together(chosen)
+        if found is not None and price >= found.cost:
+            break
+        if (filled := _fill(reduced(engine))) is not None:
+            context, sizes, tokens = filled
+            total = price + context - most[0]
+            if found is None or total < found.cost:
+                found = Proposal(total, options | engine | sizes, reduced(engine | sizes).config, tokens)
+    return found
+
+
+def changes(case: Case) -> Iterator[Options]:
+    """Yields changes of single settings that make the model fit."""
+    config, groups = case.config, case.config.expert_parallel
+    room = prod(planned(case._replace(config=replace(config, max_total_tokens=None, context_length=None))).memory.pool)
+
+    def engine(choices: Iterable[Options]) -> Iterator[tuple[Options, Case]]:
+        return ((options, case._replace(config=replace(config, **options))) for options in choices)
+
+    counts = range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups)
+    devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
+    none = {"draft": NoDraft.algorithm}, case._replace(outline=_without_draft(case.outline))
+    candidates: list[Iterable[tuple[Options, Case]]] = [
+        *(
+            engine([{name: room}] if getattr(config, name) and room else [])
+            for name in ("max_total_tokens", "context_length")
+        ),
+        ((options, case._replace(outline=model)) for _, options, model in _variants(case) if options),
+        *(engine(options for _, options in choices) for choices in _reductions(case).values()),
+        engine({"tensor_parallel": n} for n in counts),
+        (({"assume_device": device.name}, case._replace(device=device)) for device in devices),
+        [none] * (case.outline.speculation.drafter.width > 1),
+    ]
+    for choices in candidates:
+        fitting = (options for options, changed in choices if not planned(changed).problems)
+        yield from ([options] if (options := next(fitting, None)) is not None else [])
 
 
 def report(plan: dict[str, Any]) -> str:
@@ -362,12 +576,19 @@ def report(plan: dict[str, Any]) -> str:
         ),
         *(f"{name:9} {', '.join(map(str, sizes))}" for name, sizes in plan["buckets"].items()),
         "",
-        f"at most, without drafts, with {CONTEXT} tokens of context (the memory's bandwidth)",
-        *(f"{batch:8} requests {rate:12,.1f} tokens/s" for batch, rate in plan["speeds"].items()),
-        "",
-        *(f"why: {problem}" for problem in plan["problems"]),
-        *(f"change: {change}" for change in plan["changes"]),
     ]
-    if not (plan["fits"] or plan["changes"]):
-        lines.append("change: a smaller model; no single flag and no listed device is enough")
+    if plan["fits"]:
+        cached, experts = plan["reads"]["context"], plan["experts"]
+        lines.append(f"at most, without drafts, with {cached} tokens of context (the memory's bandwidth)")
+        for batch, rate in plan["speeds"].items():
+            read = f"  reading {experts[batch]:g} experts of a layer, if chosen evenly" if experts else ""
+            lines.append(f"{batch:8} requests {rate:12,.1f} tokens/s{read}")
+        lines.append("")
+    lines += [*(f"why: {problem}" for problem in plan["problems"]), *(f"change: {text}" for text in plan["changes"])]
+    if (command := plan["command"]) is not None:
+        several = f"{command['devices']} devices, " * (command["devices"] > plan["devices"])
+        held = f"requests: {command['requests']}, tokens in the pool: {command['pool_tokens']}"
+        lines += ["", f"fits best ({several}{held}):", command["line"], ""]
+    elif not (plan["fits"] or plan["changes"]):
+        lines.append("change: a smaller model; no settings and no listed device are enough")
     return "\n".join([*lines, f"fits: {left:.2f} GB are left" if plan["fits"] else "does not fit"])

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -385,6 +386,9 @@ def row_bytes(specs: Any, devices: int = 1) -> int:
 
 
 def _spec_bytes(specs: Any, kind: type[PageSpec | RowSpec], devices: int) -> int:
-    leaves = (leaf for leaf in jax.tree.leaves(specs) if isinstance(leaf, kind))
-    sizes = ((prod(leaf.shape) * np.dtype(leaf.dtype).itemsize, leaf) for leaf in leaves)
-    return sum(size // _parts(leaf.axes, leaf.shape, devices) for size, leaf in sizes)
+    return sum(_spec_size(leaf, devices) for leaf in jax.tree.leaves(specs) if isinstance(leaf, kind))
+
+
+@lru_cache(256)
+def _spec_size(leaf: PageSpec | RowSpec, devices: int) -> int:
+    return prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // _parts(leaf.axes, leaf.shape, devices)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
+from itertools import combinations, product
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ from specjax.engine.memory import Devices, layout, temporary_bytes, temporary_te
 from specjax.engine.plan import Key
 from specjax.engine.programs import Programs
 from specjax.gpu import DEVICES, SHARE_VARIABLES
-from specjax.hardware.dry_run import Case, make_plan, outline
+from specjax.hardware.dry_run import Case, experts_read, make_plan, outline
 from specjax.state import init_state
 
 LLAMA_8B: dict[str, Any] = {
@@ -44,6 +47,9 @@ MIXTURE = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 712, "norm_topk_prob": True, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "golden/published_configs.json").read_text())
 
 
 class Output(NamedTuple):
@@ -88,6 +94,11 @@ def dry_run(capsys):
         assert command.main(given) == status
         printed = capsys.readouterr().out
         verdict = printed.splitlines()[-1]
+        assert ("tokens/s" in printed) == bool(document["speeds"]) == document["fits"]
+        command_line = document["command"] and document["command"]["line"]
+        assert [line for line in printed.splitlines() if line.startswith("specjax")] == [command_line] * bool(
+            command_line
+        )
         assert verdict.startswith("fits: ") if document["fits"] else verdict == "does not fit"
         assert "{" not in printed
         return Output(status, printed, document)
@@ -342,6 +353,176 @@ def test_each_proposed_change_fits(configs, dry_run, monkeypatch, argv, expected
     assert set(expected.split()) <= {change.split()[0] for change in changes}, changes
     for change in changes:
         assert dry_run("--model", configs / name, *given, *change.split()).status == 0, change
+
+
+# The command that fits best.
+
+
+@pytest.fixture
+def published(tmp_path):
+    """published(name) -> a folder with only the published config.json of a hub id."""
+
+    def save(name: str) -> Path:
+        folder = tmp_path / name.replace("/", " of ")  # which a shell splits
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        return folder
+
+    return save
+
+
+HEADS = {
+    "Qwen/Qwen3.5-27B": ("DFLASH", "z-lab/Qwen3.5-27B-DFlash"),
+    "Qwen/Qwen3-14B": ("DSPARK", "deepseek-ai/dspark_qwen3_14b_block7"),
+    "openai/gpt-oss-20b": ("DFLASH", "z-lab/gpt-oss-20b-DFlash"),
+    "Qwen/Qwen2.5-7B-Instruct": ("STANDALONE", "Qwen/Qwen2.5-1.5B-Instruct"),
+    "Qwen/Qwen3.6-35B-A3B": ("NEXTN", None),
+    "Qwen/Qwen3-30B-A3B": ("DFLASH", "JetSpec/jetspec-qwen3-30b-a3b"),
+    "meta-llama/Llama-3.1-8B-Instruct": ("EAGLE3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+}
+
+
+def with_head(published, model: str) -> list[Any]:
+    algorithm, head = HEADS[model]
+    path = ["--speculative-draft-model-path", published(head)] if head else []
+    return ["--model", published(model), "--speculative-algorithm", algorithm, *path]
+
+
+@pytest.mark.parametrize(
+    ("model", "argv", "expected"),
+    [
+        ("Qwen/Qwen3.5-27B", "--assume-device RTX4090", "--quantization int4 --state-snapshots 2"),
+        pytest.param(
+            "Qwen/Qwen3.5-27B",
+            "--assume-device A10G --max-running-requests 1",
+            "--quantization int4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Qwen/Qwen3.5-27B",
+            "--assume-device L40S --context-length 65536",
+            "--quantization int8 --context-length",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Qwen/Qwen3-14B",
+            "--assume-device T4 --disable-radix-cache",
+            "--quantization int4 --disable-radix-cache",
+            marks=pytest.mark.slow,
+        ),
+        ("Qwen/Qwen3-14B", "--assume-device L4 --context-length 40000", "--quantization int8"),
+        ("openai/gpt-oss-20b", "--assume-device T4", "--speculative-algorithm NONE"),
+        pytest.param("Qwen/Qwen2.5-7B-Instruct", "--assume-device T4", "--quantization int8", marks=pytest.mark.slow),
+        pytest.param(
+            "Qwen/Qwen3.6-35B-A3B",
+            "--assume-device L4",
+            "--quantization int8 --tensor-parallel-size 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Qwen/Qwen3.6-35B-A3B",
+            "--assume-device A100 --max-total-tokens 90000000",
+            "--max-total-tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("Qwen/Qwen3-30B-A3B", "--assume-device RTX4090", "--quantization int4", marks=pytest.mark.slow),
+        ("meta-llama/Llama-3.1-8B-Instruct", "--assume-device H100 --tp 3", "--tensor-parallel-size 2"),
+    ],
+)
+def test_best_command_fits(published, dry_run, model, argv, expected):
+    """The line can be pasted. It says what the plan says, and needs no other device unless none fits."""
+    given = argv.split()
+    first = dry_run(*with_head(published, model), *given)
+    assert first.status == 1 and first.document["speeds"] == {}
+    command = first.document["command"]
+    program, subcommand, *line = shlex.split(command["line"])
+    assert (program, subcommand) == ("specjax", "serve") and "--dry-run" not in line
+    again = dry_run(*line, *given[:2])
+    assert again.status == 0 and again.document["command"] is None
+    assert again.document["pool_tokens"] == command["pool_tokens"] >= 2048
+    assert again.document["devices"] == command["devices"]
+    assert set(expected.split()) <= {*line} and len({*line} & {"--quantization"}) <= 1
+    assert ("--tensor-parallel-size" in line) == (command["devices"] != 1)
+    assert not any("(1)" in problem for problem in first.document["problems"])
+
+
+def test_best_command_of_27b_on_a_small_card(published, dry_run):
+    """Qwen3.5-27B with a DFlash head on one card of 24 GB: int4, small chunks and few snapshots."""
+    given = [*with_head(published, "Qwen/Qwen3.5-27B"), "--assume-device", "RTX4090"]
+    by_hand = "--quantization int4 --chunked-prefill-size 256 --state-snapshots 2 --max-running-requests 1"
+    assert dry_run(*given, *by_hand.split(), "--mem-fraction", 0.9).status == 0
+    command = dry_run(*given).document["command"]
+    assert command["devices"] == 1 and command["requests"] > 1 and command["pool_tokens"] > 8192
+    assert "--chunked-prefill-size 256" in command["line"]
+
+
+def test_best_command_keeps_the_file(published, dry_run, tmp_path):
+    """Settings of the file stay there; flags win over it."""
+    file = tmp_path / "my config.toml"
+    model, head = (str(published(name)) for name in ("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7"))
+    file.write_text(
+        f"model = {model!r}\nquantization = 'none'\nspeculative-algorithm = 'DSPARK'\n"
+        f"speculative-draft-model-path = {head!r}\n"
+    )
+    line = dry_run("--config", file, "--assume-device", "L4").document["command"]["line"]
+    assert (
+        line.startswith(f"specjax serve --config '{file}' --quantization int8 ")
+        and "model" not in line[len(str(file)) + 24 :]
+    )
+    assert dry_run(*shlex.split(line)[2:], "--assume-device", "L4").status == 0
+
+
+def test_best_command_on_a_cpu(tiny, dry_run):
+    """The pool has a fixed size on a CPU, and becomes smaller."""
+    first = dry_run("--model", tiny / "model", "--max-total-tokens", 10**10)
+    command = first.document["command"]
+    assert 1000 < command["pool_tokens"] < 10**10 and f"--max-total-tokens {command['pool_tokens']}" in command["line"]
+
+
+def test_pool_too_small_to_be_of_use(published, dry_run):
+    """The engine starts, and its pool holds hundreds of tokens."""
+    given = ["--model", published("Qwen/Qwen3-4B"), "--assume-device", "T4", "--mem-fraction", 0.512]
+    output = dry_run(*given, "--speculative-algorithm", "NONE", text=True)
+    assert output.status == 0 and output.document["pool_tokens"] < 2048
+    assert [*output.document["speeds"]] == ["1"], "more requests have no room for their texts"
+    assert output.document["reads"]["context"] == min(1024, output.document["pool_tokens"])
+    assert output.document["command"]["pool_tokens"] > 2048 and "--mem-fraction-static 0.9" in output.text
+
+
+def test_nothing_fits(published, dry_run):
+    model = "deepseek-ai/DeepSeek-V3-0324"
+    output = dry_run("--model", published(model), "--assume-device", "T4", text=True)
+    assert output.document["command"] is None and "change: a smaller model; no settings and no listed" in output.text
+
+
+# Mixtures.
+
+
+def test_experts_that_a_batch_reads(published, dry_run):
+    """The mean over all choices of 2 of 4 experts by up to three tokens, and the bytes of a step."""
+    small = SimpleNamespace(experts=SimpleNamespace(per_token=2, count=4))
+    for tokens in (1, 2, 3):
+        chosen = [len({*sum(choice, ())}) for choice in product(combinations(range(4), 2), repeat=tokens)]
+        assert 4 * experts_read(small, tokens) == pytest.approx(sum(chosen) / len(chosen))
+    assert experts_read(SimpleNamespace(experts=None), 7) == 1
+    model = ["--model", published("Qwen/Qwen3-30B-A3B"), "--assume-device", "H200", "--speculative-algorithm", "NONE"]
+    output = dry_run(*model, text=True)
+    document, experts = output.document, 2 * 48 * 128 * 3 * 2048 * 768
+    others = document["reads"]["forward"] - experts * 8 // 128
+    for batch, read in ((1, 8 / 128), (8, 1 - (120 / 128) ** 8), (48, 1 - (120 / 128) ** 48)):
+        size = others + experts * read + batch * 1024 * document["token_bytes"]
+        assert document["speeds"][str(batch)] == pytest.approx(batch * 4.8e12 / size, rel=1e-5)
+        assert document["experts"][str(batch)] == round(128 * read, 1)
+    assert "reading 51.6 experts of a layer, if chosen evenly" in output.text
+
+
+def test_16_bits_before_ampere(published, dry_run):
+    """A T4 has no bfloat16. Gemma's and gpt-oss's activations are too large for float16."""
+    flags = "--assume-device", "T4", "--speculative-algorithm", "NONE"
+    dtypes = {"Qwen/Qwen3-4B": "float16", "openai/gpt-oss-20b": "bfloat16"}
+    for model, dtype in dtypes.items():
+        assert dry_run("--model", published(model), *flags).document["dtype"] == dtype
+    assert dry_run("--model", published("Qwen/Qwen3-4B"), "--assume-device", "L4").document["dtype"] == "bfloat16"
 
 
 # Flags.

@@ -258,7 +258,7 @@ def test_only_command_line_modules_name_flags():
     }
     assert named_elsewhere == {}
     others = {path for path in package.rglob("*.py") if "--speculative-" in path.read_text(encoding="utf-8")}
-    assert {path.relative_to(package).parts[0] for path in others} == {"cli", "hardware"}
+    assert {path.relative_to(package).parts[0] for path in others} == {"cli"}
 
 
 def test_algorithm_flag_overrides_the_file(toml, caplog):
