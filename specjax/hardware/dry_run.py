@@ -50,7 +50,7 @@ from specjax.state import init_state
 
 CONTEXT = 1024  # maximum number of cached tokens of each request, in the bound of the speed
 HIGH_FRACTION = 0.9  # largest proposed share of a GPU's memory for weights and pool
-MAX_DEVICES = 64  # largest proposed --tensor-parallel-size
+POWERS = (1, 2, 4, 8, 16, 32, 64)  # proposed numbers of devices
 GOAL_CONTEXT, MIN_CONTEXT = 32_768, 2_048
 """Tokens of a request that a command aims at, and that it must allow, if the model and the settings do."""
 
@@ -475,12 +475,19 @@ def _fill(case: Case) -> tuple[float, Options, int] | None:
     return LONGER * log2(goal / min(tokens, goal)), options, tokens
 
 
+def _counts(case: Case, counts: Iterable[int]) -> Iterator[int]:
+    """The numbers of devices that can split the model."""
+    groups = case.config.expert_parallel
+    return (n for n in counts if n % groups == 0 and _split(case.outline, n, groups)[1] is None)
+
+
 def best(case: Case) -> Proposal | None:
     """Searches for settings that fit together and cost least (see `QUANTISED`), on as few more devices as possible."""
-    groups, asked = case.config.expert_parallel, case.config.tensor_parallel
-    counts = [n for n in range(groups, MAX_DEVICES + 1, groups) if _split(case.outline, n, groups)[1] is None]
+    asked, groups = case.config.tensor_parallel, case.config.expert_parallel
+    splits = _split(case.outline, asked, groups)[1] is None
     # Fewer devices hold less, and are tried only if so many cannot split the model.
-    counts = [n for n in counts if n >= asked] if asked in counts else sorted(counts, key=lambda n: (n > asked, -n))
+    counts = [asked] if splits else [*_counts(case, range(asked - groups, 0, -groups))]
+    counts += _counts(case, (n for n in POWERS if n > asked))
     variants = [*_variants(case)]
     if case.outline.speculation.drafter.width > 1:
         without = {"draft": NoDraft.algorithm}
@@ -525,13 +532,13 @@ def _search(case: Case, cost: float, options: Options, found: Proposal | None) -
 
 def changes(case: Case) -> Iterator[Options]:
     """Yields changes of single settings that make the model fit."""
-    config, groups = case.config, case.config.expert_parallel
+    config = case.config
     room = prod(planned(case._replace(config=replace(config, max_total_tokens=None, context_length=None))).memory.pool)
 
     def engine(choices: Iterable[Options]) -> Iterator[tuple[Options, Case]]:
         return ((options, case._replace(config=replace(config, **options))) for options in choices)
 
-    counts = range(config.tensor_parallel + groups, MAX_DEVICES + 1, groups)
+    counts = _counts(case, (n for n in POWERS if n > config.tensor_parallel))
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
     none = {"draft": NoDraft.algorithm}, case._replace(outline=_without_draft(case.outline))
     candidates: list[Iterable[tuple[Options, Case]]] = [

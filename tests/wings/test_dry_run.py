@@ -481,7 +481,7 @@ def test_best_command_on_a_cpu(tiny, dry_run):
 
 def test_pool_too_small_to_be_of_use(published, dry_run):
     """The engine starts, and its pool holds hundreds of tokens."""
-    given = ["--model", published("Qwen/Qwen3-4B"), "--assume-device", "T4", "--mem-fraction", 0.512]
+    given = ["--model", published("Qwen/Qwen3-4B"), "--assume-device", "T4", "--mem-fraction", 0.525]
     output = dry_run(*given, "--speculative-algorithm", "NONE", text=True)
     assert output.status == 0 and output.document["pool_tokens"] < 2048
     assert [*output.document["speeds"]] == ["1"], "more requests have no room for their texts"
@@ -500,11 +500,12 @@ def test_nothing_fits(published, dry_run):
 
 def test_experts_that_a_batch_reads(published, dry_run):
     """The mean over all choices of 2 of 4 experts by up to three tokens, and the bytes of a step."""
-    small = SimpleNamespace(experts=SimpleNamespace(per_token=2, count=4))
+    config = checkpoint.model_config(MIXTURE)
+    small = replace(config, experts=replace(config.experts, per_token=2, count=4))
     for tokens in (1, 2, 3):
         chosen = [len({*sum(choice, ())}) for choice in product(combinations(range(4), 2), repeat=tokens)]
         assert 4 * experts_read(small, tokens) == pytest.approx(sum(chosen) / len(chosen))
-    assert experts_read(SimpleNamespace(experts=None), 7) == 1
+    assert experts_read(replace(config, experts=None), 7) == 1
     model = ["--model", published("Qwen/Qwen3-30B-A3B"), "--assume-device", "H200", "--speculative-algorithm", "NONE"]
     output = dry_run(*model, text=True)
     document, experts = output.document, 2 * 48 * 128 * 3 * 2048 * 768
