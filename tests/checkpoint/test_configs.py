@@ -1,14 +1,17 @@
-"""The files of `configs/sglang`, one for each launch command of SGLang's documentation, and of `configs/block`: their
-settings, what a dry run says of each with the published config.json, and a served one."""
+"""The files of `configs/`, except for the built-in model and for training: their settings, what a dry run says of each
+with the published config.json, the tables of README.md, and a served one."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from config_tables import CARDS, FILES, README, REAL, card_of, read, row, with_tables
+from config_tables import described as save_config
 from engine_helpers import VOCABULARY, byte_ids, tokenizer
 from safetensors.numpy import load_file, save_file
 from server_helpers import running
@@ -17,22 +20,8 @@ from tiny_heads import save_head
 
 from specjax.checkpoint import model_config, mtp_config, resolve
 from specjax.checkpoint.torch_files import write_torch_list
-from specjax.cli import build, flags
+from specjax.cli import build
 from specjax.cli import serve as command
-from specjax.hardware import dry_run
-from specjax.settings import Parser, add_flags, parse
-
-FOLDER, GOLDEN = Path(__file__).parents[2] / "configs", Path(__file__).parents[1] / "golden"
-FILES = {file.stem: file for folder in ("sglang", "block") for file in sorted((FOLDER / folder).iterdir())}
-
-
-def read(name: str, *argv: Any) -> flags.Settings:
-    """The settings of `specjax serve --config FILE ...`."""
-    parser = Parser(prog="specjax serve")
-    add_flags(parser, flags.Settings())
-    dry_run.add_flags(parser)
-    return parse(parser, ["--config", str(FILES[name]), *map(str, argv)], flags.Settings())[1]
-
 
 # The files.
 
@@ -81,8 +70,6 @@ def test_served_file(tmp_path):
 # The sizes of the real models, without weights.
 
 
-REAL: dict[str, dict[str, Any]] = json.loads((GOLDEN / "published_configs.json").read_text())
-"""Published config.json files, by hub id."""
 DEEPSEEK, GPT_OSS = "deepseek-ai/DeepSeek-V3-0324", ("openai/gpt-oss-20b", "openai/gpt-oss-120b")
 PARAMETERS = {
     "meta-llama/Llama-2-7b-chat-hf": 6_738_415_616, "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
@@ -98,10 +85,7 @@ def described(tmp_path):
     """described(name) -> a folder with only config.json."""
 
     def save(name: str) -> Path:
-        folder = tmp_path / name.replace("/", "-")
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(REAL[name]))
-        return folder
+        return save_config(name, tmp_path)
 
     return save
 
@@ -129,7 +113,8 @@ def test_mtp_layers_in_config_json(described, name, style, experts):
 QUICK = (
     "gpt-oss-20b-eagle3", "llama-2-7b-chat-eagle2", "llama-3-8b-instruct-fr-spec", "llama-3.1-8b-instruct-eagle3",
     "mimo-7b-rl-mtp", "qwen2.5-7b-ngram", "qwen2.5-7b-standalone", "qwen3-8b-dflash", "qwen3-8b-dspark",
-    "qwen3.5-4b-dflash", "qwen3.6-35b-a3b-dflash", "qwen3.6-35b-a3b-nextn", "qwen3.8-27b-dflash2",
+    "qwen3.5-4b-dflash", "qwen3.5-4b-dflash-16gb", "qwen3.6-27b-dflash-24gb", "qwen3.6-35b-a3b-dflash",
+    "qwen3.6-35b-a3b-nextn", "qwen3.8-27b-dflash2",
 )  # fmt: skip
 """A file of each algorithm and dialect."""
 
@@ -145,7 +130,8 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
     path, algorithm, nodes = (
         chosen.speculative_draft_model_path, chosen.speculative_algorithm, chosen.speculative_num_draft_tokens
     )  # fmt: skip
-    argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", FILES[name], "--model", described(model)]
+    card, quantised = card_of(name), settings.model.quantization != "auto"
+    argv = ["--dry-run", "--json", "--assume-device", card, "--config", FILES[name], "--model", described(model)]
     if path:
         argv += ["--speculative-draft-model-path", described(path)]
     if chosen.speculative_token_map:
@@ -155,6 +141,7 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert status == (model == DEEPSEEK), printed  # no device holds DeepSeek's weights
     document = json.loads(printed.out)
+    assert document["pool_tokens"] > 8192 or model == DEEPSEEK
     expected = {"NEXTN": "MTP", "DSPARK": "DFLASH"}.get(algorithm, algorithm) if path or algorithm == "NGRAM" else "MTP"
     levels = chosen.speculative_num_steps
     if expected == "NGRAM":
@@ -164,8 +151,9 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
         block = chosen.speculative_dflash_block_size or head["block_size"]
         levels = block - (REAL[path]["architectures"] != ["Qwen3DSparkModel"])
     assert document["drafter"] == {"name": expected, "nodes": nodes or levels + 1, "levels": levels}
-    assert document["dtype"] == (settings.model.dtype if settings.model.dtype != "auto" else REAL[model]["torch_dtype"])
-    if count := PARAMETERS.get(model):
+    stored = "float16" if card == "T4" else REAL[model]["torch_dtype"]
+    assert document["dtype"] == (settings.model.dtype if settings.model.dtype != "auto" else stored)
+    if (count := PARAMETERS.get(model)) and not quantised:
         weights = document["memory"]["weights"]
         if model in GPT_OSS:  # matrices of experts in 4.25 bits, the router's biases in 4 bytes
             layers, experts = REAL[model]["num_hidden_layers"], REAL[model]["num_local_experts"]
@@ -175,3 +163,35 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
             assert 1.0 < weights / count < 1.01
         else:
             assert weights == 2 * count
+
+
+# README.md
+
+
+def test_every_file_has_a_row():
+    rows = with_tables(README.read_text(), {name: f"| `{name}` |" for name in FILES})
+    assert sorted(line for line in rows.splitlines() if line.startswith("| `") and line.count("|") == 2) == sorted(
+        f"| `{name}` |" for name in FILES
+    )
+
+
+def test_what_to_start_first():
+    """Each card's files are named, and fit it."""
+    text = README.read_text()
+    first = dict(re.findall(r"^\| (H200|RTX 4090|T4), .*? \| (.+) \|$", text, flags=re.MULTILINE))
+    assert [*first] == ["H200", "RTX 4090", "T4"]
+    for card, files in first.items():
+        for name in re.findall(r"`([^`/]+)`", files):
+            (fits,) = re.findall(rf"^\| \[`{re.escape(name)}`\].* \| ([^|]+) \|$", text, flags=re.MULTILINE)
+            assert card.replace(" ", "") in fits.split(", ") and name in FILES
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK[-3:], *(pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK[-3:])]
+)
+def test_row_of_a_file(name, tmp_path):
+    """`python tests/helpers/config_tables.py --write` writes the rows. A file for a card fits it."""
+    text, cards = row(name, tmp_path)
+    assert text in README.read_text().splitlines()
+    assert FILES[name].parent.name not in ("rtx4090", "t4") or card_of(name) in cards
+    assert cards == tuple(card for card in CARDS if card in cards)
