@@ -369,7 +369,7 @@ def _held_by_one(model: Outline, page_size: int) -> tuple[Held, int]:
 
 def _read_bytes(target: Part, devices: int, groups: int, tokens: int = 1) -> int:
     """Computes the bytes of parameters that a forward of some tokens reads on each device."""
-    chosen = experts_read(target.declared.config, tokens)
+    chosen = experts_read(cast(ModelConfig, target.declared.config), tokens)
 
     def read(leaf: Leaf) -> int:
         stacked = leaf.dims[0] == "X" and len(leaf.dims) > 1
@@ -378,11 +378,11 @@ def _read_bytes(target: Part, devices: int, groups: int, tokens: int = 1) -> int
     return sum(map(read, read_leaves(target.declared.table)))
 
 
-def experts_read(config: ModelConfig | HeadConfig, tokens: int) -> float:
+def experts_read(config: ModelConfig, tokens: int) -> float:
     """Returns the expected share of a layer's experts that some tokens choose, if they choose evenly: each token leaves
     out an expert with probability 1 - K/E. The formula is that of MoESD (arXiv 2505.19645). Uneven choices read less.
     """
-    experts = getattr(config, "experts", None)
+    experts = config.experts
     return 1 - (1 - experts.per_token / experts.count) ** tokens if experts else 1.0
 
 
@@ -433,7 +433,9 @@ def _variants(case: Case) -> Iterator[tuple[float, Options, Outline]]:
     """The model as it is and with smaller weights, cheapest first."""
     size, describe = sum(_weights(case.outline, 1, 1)), case.describe
     yield 0.0, {}, case.outline
-    for kind, cost in QUANTISED.items() if describe is not None else ():
+    if describe is None:
+        return
+    for kind, cost in QUANTISED.items():
         with suppress(ValueError):  # not for these weights
             model = describe(quantization=kind)
             if (smaller := sum(_weights(model, 1, 1))) < size:
@@ -540,8 +542,10 @@ def changes(case: Case) -> Iterator[Options]:
 
     counts = _counts(case, (n for n in POWERS if n > config.tensor_parallel))
     devices = sorted(DEVICES.values(), key=lambda device: device.memory) if case.device.name in DEVICES else []
-    none = {"draft": NoDraft.algorithm}, case._replace(outline=_without_draft(case.outline))
-    candidates: list[Iterable[tuple[Options, Case]]] = [
+    none: list[tuple[Options, Case]] = []
+    if case.outline.speculation.drafter.width > 1:
+        none.append((Options(draft=NoDraft.algorithm), case._replace(outline=_without_draft(case.outline))))
+    candidates: list[Any] = [  # of iterables of options and the changed case
         *(
             engine([{name: room}] if getattr(config, name) and room else [])
             for name in ("max_total_tokens", "context_length")
@@ -549,8 +553,8 @@ def changes(case: Case) -> Iterator[Options]:
         ((options, case._replace(outline=model)) for _, options, model in _variants(case) if options),
         *(engine(options for _, options in choices) for choices in _reductions(case).values()),
         engine({"tensor_parallel": n} for n in counts),
-        (({"assume_device": device.name}, case._replace(device=device)) for device in devices),
-        [none] * (case.outline.speculation.drafter.width > 1),
+        ((Options(assume_device=device.name), case._replace(device=device)) for device in devices),
+        none,
     ]
     for choices in candidates:
         fitting = (options for options, changed in choices if not planned(changed).problems)

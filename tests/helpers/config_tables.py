@@ -63,17 +63,18 @@ def described(name: str, root: Path) -> Path:
 def row(name: str, root: Path) -> Row:
     """The row of a file; `root`: an empty folder."""
     given = read(name)
-    model, chosen = given.model.model, given.speculative
+    model, chosen = given.model.model, vars(given.speculative)
     argv: list[Any] = ["--model", described(model, root)]
-    if path := chosen.speculative_draft_model_path:
+    if path := chosen["speculative_draft_model_path"]:
         argv += ["--speculative-draft-model-path", described(path, root)]
-    if token_map := chosen.speculative_token_map:
+    if token_map := chosen["speculative_token_map"]:
         argv += ["--speculative-token-map", re.sub(r"\D", "", token_map.rpartition("_")[2])]
-    arguments, plans = build.engine_arguments(read(name, *argv)), {}
+    arguments, plans, tree = build.engine_arguments(read(name, *argv)), {}, ""
     names = ("model", "quantization", "draft", "dtype")
     for card in CARDS:
         old = DEVICES[card].before_ampere
         outline = dry_run.outline(**{key: arguments[key] for key in names}, platform="gpu", before_ampere=old)
+        tree = outline.speculation.note.split(" (")[0]
         plans[card] = dry_run.planned(dry_run.Case(outline, arguments["config"], DEVICES[card], "gpu"))
     devices = arguments["config"].tensor_parallel
     fits = tuple(card for card in CARDS if not plans[card].problems and prod(plans[card].memory.pool) >= MIN_POOL)
@@ -82,8 +83,7 @@ def row(name: str, root: Path) -> Row:
         label, fits = f"none: the file splits it over {devices} devices", ()
     else:
         label = ", ".join(fits) or "none"
-    draft = chosen.speculative_algorithm + (f", `{path}`" if path else "")
-    tree = outline.speculation.note.split(" (")[0]
+    draft = chosen["speculative_algorithm"] + (f", `{path}`" if path else "")
     link = f"[`{name}`]({FILES[name].parent.name}/{FILES[name].name})"
     return Row(f"| {link} | `{model}` | {draft} | {tree} | {weights} | {label} |", fits)
 
