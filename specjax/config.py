@@ -230,9 +230,15 @@ class ModelConfig(GroupedHeads):
         return self.windows[layer] if self.windows else None
 
     def owner(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, unless it shares those of another."""
+        """The layer whose keys and values a layer reads: itself, unless it shares those of another. -1: a layer of
+        another model (`AssistantConfig`)."""
         own = self.num_layers - (self.kinds.shared if self.kinds else 0)
-        return layer if layer < own else max(i for i in range(own) if self.window(i) == self.window(layer))
+        return layer if layer < own else self.last_owner(windowed=self.window(layer) is not None)
+
+    def last_owner(self, *, windowed: bool) -> int:
+        """The last layer with keys and values of its own, of those with a window or without; -1: there is none."""
+        own = range(self.num_layers - (self.kinds.shared if self.kinds else 0))
+        return max((layer for layer in own if (self.window(layer) is not None) == windowed), default=-1)
 
 
 @dataclass(frozen=True)
@@ -395,3 +401,33 @@ class MtpConfig:
     @property
     def dtype(self) -> str:
         return self.layer.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(MtpConfig):
+    """Gemma 4's assistant, in a folder of its own; see `specjax.models.assistant`.
+
+    Attributes:
+        layer: config of its layers, which share keys and values with two layers of the target.
+        backbone_size: M of the target.
+        centroids: number of clusters of the vocabulary; 0: it computes the logits of all tokens.
+        best: number of clusters with the highest scores, of whose tokens it computes the logits.
+        position: position of all nodes of a tree relative to the root's, n. 0 as in LiteRT-LM and transformers, where a
+            window of W shows W - 1 keys; -1 as in SGLang and vLLM, where it shows W.
+    """
+
+    style: str = "assistant"
+    backbone_size: int
+    centroids: int = 0
+    best: int = 0
+    position: int = 0
+
+    kind: ClassVar[str] = "assistant"
+
+    @property
+    def feature_size(self) -> int:
+        return self.backbone_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.layer.max_positions

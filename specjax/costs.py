@@ -19,7 +19,7 @@ from specjax_kernels import Quantised
 
 from specjax.drafters.base import Params, Speculation
 from specjax.gpu import Device
-from specjax.models.params import LAYER_EMBEDDINGS
+from specjax.models.params import CLUSTERED, LAYER_EMBEDDINGS
 from specjax.models.target import Target
 
 CPU_STEP = {1: 1.0, 2: 1.12, 3: 1.18, 4: 1.34, 8: 2.12, 16: 3.8, 64: 13.0}
@@ -90,8 +90,8 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
 
 def _size(params: Any) -> tuple[int, int]:
     """Bytes of parameters, and the number of weights. All experts of a mixture count, as in a large batch."""
-    if isinstance(params, Mapping):  # of the layers' own embeddings a token reads a row
-        params = {name: leaf for name, leaf in params.items() if name != LAYER_EMBEDDINGS}
+    if isinstance(params, Mapping):  # without leaves of which a token reads some rows
+        params = {name: leaf for name, leaf in params.items() if name not in (LAYER_EMBEDDINGS, CLUSTERED)}
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
     size = sum(prod(part.shape) * np.dtype(part.dtype).itemsize for part in jax.tree.leaves(params))
     return size, sum(prod(leaf.shape) for leaf in leaves)

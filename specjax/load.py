@@ -27,6 +27,7 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, CheckpointOptionError, ModelFiles, ShippedHead
 from specjax.checkpoint.files import default_cache_dir, prefixed
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.drafters.assistant import Assistant
 from specjax.drafters.base import Drafter, Params, Speculation
 from specjax.drafters.factories import Auto, DrafterFactory, load_drafter, make_speculation, options_of, with_kind
 from specjax.drafters.hybrid import with_ngrams
@@ -217,7 +218,7 @@ def declared_models(target: Target, draft: HeadConfig | MtpConfig | Target | Non
     if isinstance(draft, Target):
         return models._replace(draft=StandaloneParams(cast(Any, declared(draft.config, vocab_size))))
     head = declared(draft, vocab_size)
-    if isinstance(draft, MtpConfig):
+    if isinstance(draft, MtpConfig) and draft.mapped:
         head = head._replace(table=(*head.table, MAPPED))
     return models._replace(draft=head)
 
@@ -255,23 +256,32 @@ class Chosen(NamedTuple):
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
     """Chooses the algorithm for a model.
 
-    AUTO uses the draft head that ships for the model, else the model's MTP layers, else n-grams; on a CPU, n-grams
-    before either, unless options give the tree. An algorithm without the head that it needs uses the shipped one; MTP
-    and EAGLE also use MTP layers. A warning names options without effect. `platform`: "cpu" or "gpu"; None: the
-    platform of this process.
+    AUTO uses the draft head that ships for the model, else the model's MTP layers or the assistant beside it, else
+    n-grams; on a CPU, n-grams before any of them, unless options give the tree. An algorithm without the head that it
+    needs uses the shipped one; MTP and EAGLE also use MTP layers and assistants, from their path, too. A warning names
+    options without effect. `platform`: "cpu" or "gpu"; None: the platform of this process.
     """
     platform = platform or jax.default_backend()
-    shipped = inside = None
-    if not _path(options):
+    shipped = inside = assistant = None
+    if (path := _path(options)) is None:
         shipped = checkpoint.shipped_head(files, config, options.kind)
         if options.reads_mtp_layers and shipped is None:
             inside = checkpoint.mtp_config(files, config)
+            assistant = None if inside else checkpoint.assistant_beside(files)
+    elif options.reads_mtp_layers:
+        with naming(options, "path"), prefixed(path):
+            is_assistant = checkpoint.is_assistant(path, revision=cast(ModelOptions, options).revision)
+            assistant = path if is_assistant else None
     head, requested_algorithm = shipped or inside, options.algorithm
     ngrams = options.ngrams() if isinstance(options, Auto) and platform == "cpu" else None
-    options, unused = options.choose(head.kind if head else None)
+    options, unused = options.choose(Assistant.kind if assistant else head.kind if head else None)
     if unused := [name for name in unused if ngrams is None or name not in Ngram.names()]:
         names = ", ".join(unused)
         logger.warning("no effect with %s, which %s chose: %s", options.algorithm, requested_algorithm, names)
+    if assistant is not None:
+        logger.info("%s: an assistant drafts (%s)", requested_algorithm, assistant)
+        options = with_kind(options, str(Assistant.kind))
+        return Chosen(replace(cast(ModelOptions, options), path=assistant), ngrams=ngrams)
     if options.needs is None or _path(options):
         return Chosen(options)
     if inside is not None:

@@ -113,6 +113,7 @@ def draft_phase(
         raise ValueError(f"StepConfig.nodes is {config.nodes}; {drafter.name} proposes trees of {drafter.width} nodes")
     if config.nodes == 1:
         return root_only(context.root), state
+    context = context._replace(layers=tuple(state.cache[layer] for layer in drafter.reads_layers))
     tree, draft = checked_propose(drafter, params, state.draft, context)
     tree = with_root(tree, context.root, state.rows.history.counts.shape[1])
     most = config.nodes or tree.width
@@ -393,7 +394,9 @@ def _advance(
     pools, blocks = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
     where = context.page_table, context.prefix_length, observation.length
     cache, committed = commit(pools, blocks, *where, after=after, rows=rows)
-    draft = checked_observe(drafter, params, state.draft, context._replace(tokens=committed), observation)
+    layers = tuple(cache[layer] for layer in drafter.reads_layers)
+    context = context._replace(tokens=committed, layers=layers)
+    draft = checked_observe(drafter, params, state.draft, context, observation)
     tokens, emitted = output.tokens, output.emitted
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
     slot = jnp.where(context.active, context.slots, state.root.shape[0] + entry)

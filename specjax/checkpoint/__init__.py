@@ -7,6 +7,7 @@ raise ``CheckpointError`` for files that are absent, damaged or not supported. t
 transformers, gguf and the hub's client only where they are needed.
 """
 
+from specjax.checkpoint.assistant import assistant_beside, is_assistant
 from specjax.checkpoint.draft_head import describe_head, load_head, load_mtp, mtp_config, mtp_method
 from specjax.checkpoint.files import CheckpointError, CheckpointOptionError
 from specjax.checkpoint.hf_config import effective_quantization, model_config, sampling_defaults, stop_token_ids
@@ -20,8 +21,8 @@ from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead",
-    "bits_per_weight", "check_tensors", "check_tokenizer_paths", "describe_head", "effective_quantization",
-    "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head",
-    "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised",
+    "assistant_beside", "bits_per_weight", "check_tensors", "check_tokenizer_paths", "describe_head",
+    "effective_quantization", "is_assistant", "load_head", "load_mtp", "load_params", "load_tokenizer",
+    "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised",
     "shipped_head", "stop_token_ids",
 ]  # fmt: skip

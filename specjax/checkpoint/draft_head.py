@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specjax.checkpoint.assistant import describe_assistant, load_assistant
 from specjax.checkpoint.block_head import (
     DEEPSPEC,
     architecture_of,
@@ -52,7 +53,7 @@ from specjax.checkpoint.weights import (
     read_shards,
     same_content,
 )
-from specjax.config import BlockConfig, HeadConfig, ModelConfig, MtpConfig
+from specjax.config import AssistantConfig, BlockConfig, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
 from specjax.models import head_spec as heads_of
 from specjax.models import mtp_spec
@@ -115,14 +116,14 @@ def load_head(
     quantization: str = "none", target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
     sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
     mask_token: int | None = None,
-) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
+) -> tuple[HeadConfig | MtpConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head of any published layout: safetensors or torch's ``.bin``, single or sharded.
 
     Args:
       name: a folder or a hub id; ``revision`` is for the latter.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
       kind: ``eagle`` for EAGLE-1 and EAGLE-2, ``eagle3``, ``mtp`` for a layer such as MiMo's in a folder of its own, or
-        ``block`` (DFlash, DSpark, DFlash2, JetSpec).
+        ``block`` (DFlash, DSpark, DFlash2, JetSpec), or ``assistant`` for Gemma 4's.
       sample_from_anchor: for ``block``, see `specjax.Block`.
       aux_layers, norm_output, mask_token: for ``eagle3``, see `specjax.Eagle3`.
       target_embedding: returns the target's embedding ``[V, M]``, which replaces an equal embedding of the head.
@@ -134,6 +135,9 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
+        if kind == AssistantConfig.kind:
+            options: Any = {"quantization": quantization, "mesh": mesh, "progress": progress}
+            return load_assistant(name, folder, target, **options)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         tensors, config, ids = _describe(name, folder, target, kind, given)
         # The tolerances exceed the difference between roundings of one number to half precision.
@@ -160,11 +164,13 @@ def describe_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     sample_from_anchor: bool | None = None, aux_layers: Sequence[int] | None = None, norm_output: bool | None = None,
     mask_token: int | None = None,
-) -> HeadConfig:  # fmt: skip
+) -> HeadConfig | MtpConfig:  # fmt: skip
     """The description that `load_head` returns, from config.json and the headers of weights if present. An embedding in
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
+        if kind == AssistantConfig.kind:
+            return describe_assistant(name, folder, target)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
             return _describe(name, folder, target, kind, given)[1]

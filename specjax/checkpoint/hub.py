@@ -123,6 +123,17 @@ def download(
         raise CheckpointError(f"{problem} ({type(error).__name__}: {reason})") from error
 
 
+def is_cached(repository: str, file: str) -> bool:
+    """True if a file of the hub has been downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(repository, file), str)
+    except HFValidationError:  # not a hub id
+        return False
+
+
 def _converted(file: Path, progress: bool) -> Path:
     """The converted folder of a GGUF file. A file that was changed or moved is converted again."""
     target, stat = file.resolve(), file.stat()

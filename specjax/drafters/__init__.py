@@ -5,11 +5,13 @@ Read in this order:
 - `base`: the interface, and no drafts; docs/drafters.md is its guide.
 - `options`: bases of the algorithms' options, and trees' shapes.
 - `grow`, `coupling`: EAGLE-2's tree with any draft model, and drafts with the target's noise.
-- `eagle`, `mtp`, `block`, `standalone`, `ngram`: the algorithms. `standalone` is the shortest example with a model.
+- `eagle`, `mtp`, `assistant`, `block`, `standalone`, `ngram`: the algorithms. `standalone` and `assistant` are the
+  shortest examples with a model.
 - `factories`: the table of algorithms; makes drafters from options, or from functions outside of this package.
 - `check`: checks that a drafter keeps to the interface.
 """
 
+from specjax.drafters.assistant import Assistant, assistant_drafter
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, Speculation, none_drafter
 from specjax.drafters.block import Block, block_drafter
 from specjax.drafters.eagle import Eagle, Eagle3, eagle_drafter
@@ -21,6 +23,7 @@ from specjax.drafters.standalone import Standalone, StandaloneParams, standalone
 
 __all__ = [
     "DRAFTERS",
+    "Assistant",
     "Auto",
     "Block",
     "Context",
@@ -39,6 +42,7 @@ __all__ = [
     "Standalone",
     "StandaloneParams",
     "TreeShape",
+    "assistant_drafter",
     "block_drafter",
     "eagle_drafter",
     "load_drafter",

@@ -67,6 +67,8 @@ class Context(NamedTuple):
         tokens: int32 [P, S]. Pages of committed tokens; None unless `Drafter.reads_tokens`.
         page_size: S; 0 if unknown, which disables `keep_at_page_ends`.
         in_prompt: whether `observe` receives a chunk of a prompt, not a step. Static.
+        layers: cache entries of committed tokens in each layer of `Drafter.reads_layers`, such as a `KeyValue` of
+            [P, S, K, E]. Token t of a request is in page ``page_table[b, t // S]``, slot ``t % S``.
     """
 
     slots: PerRequest
@@ -79,6 +81,7 @@ class Context(NamedTuple):
     tokens: Int32[Array, "P S"] | None = None
     page_size: PageSize = PageSize(0)
     in_prompt: Flag = Flag(False)
+    layers: tuple[Any, ...] = ()
 
     @property
     def attended(self) -> PerRequest:
@@ -216,6 +219,7 @@ class Drafter(NamedTuple):
             first nodes are the best, so scores are computed only for traces. None: trees of any form.
         ranked: whether scores are minus the ranks in a larger tree, of which a tree may lack some. Else each node's
             rank is the number of better nodes.
+        reads_layers: layers of the target whose cache entries the drafter reads, counted from 0 (`Context.layers`).
     """
 
     name: str
@@ -228,6 +232,7 @@ class Drafter(NamedTuple):
     reads_tokens: bool = False
     topk: int | None = None
     ranked: bool = False
+    reads_layers: tuple[int, ...] = ()
 
 
 class Speculation(NamedTuple):

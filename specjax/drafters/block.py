@@ -73,7 +73,8 @@ def block_drafter(
 
         def read(level: int, tokens: Int32[Array, "B k"], walked: Float[Array, "B k r"], *_: Any) -> Read:
             logits, walked = model.walk(params.draft, slots, level, tokens, walked)
-            return Read(logits, walked, None, None if slots.candidates is None else ids(slots.candidates.ids[:, level]))
+            candidates = slots.candidates
+            return Read(logits, walked, None, None if candidates is None else ids(candidates.ids[:, level, None]))
 
         start = read(0, context.root[:, None], model.start(context.root.shape[0]))
         return grow(context, shape, start, read, ids, coupling=coupling), state

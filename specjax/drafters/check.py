@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from specjax_kernels import CAUSAL
 
-from specjax.cache import PoolShape, RowMoves, commit, init_cache, read_rows
+from specjax.cache import PoolShape, RowMoves, commit, init_cache, read_rows, row_states
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
 from specjax.models.target import Target
 from specjax.sampling import sampling_row
@@ -73,7 +73,11 @@ def check_drafter(
     active, salt = struct((batch,), np.bool_), struct((batch,), np.uint32)
     rows = jax.tree.map(lambda leaf: struct((batch, *leaf.shape), leaf.dtype), sampling_row(target.config.vocab_size))
     tokens = struct(POOL, np.int32) if drafter.reads_tokens else None
-    context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
+    pages = [target.pages[layer] for layer in drafter.reads_layers]
+    context = Context(
+        number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size),
+        layers=tuple(jax.eval_shape(partial(init_cache, pages, POOL))),
+    )  # fmt: skip
     trace("propose", partial(checked_propose, drafter), state, context)
     size = feature_size(drafter.features, target)
     for width in sorted({drafter.depth + 1, CHUNK}):  # a path of a tree, and a chunk of a prompt
@@ -102,27 +106,32 @@ def _proposed(drafter: Drafter, target: Target, params: Params) -> tuple[DraftTr
     pages = jnp.arange(pool.pages, dtype=jnp.int32).reshape(BATCH, table)
     rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (BATCH, *leaf.shape)), sampling_row(vocab))
 
-    def context(prefix_length: int, root: np.ndarray, tokens: Any) -> Context:
+    def context(prefix_length: int, root: np.ndarray, tokens: Any, cache: Any) -> Context:
         lengths = jnp.full(BATCH, prefix_length, jnp.int32)
         active, salt = jnp.ones(BATCH, bool), jnp.zeros(BATCH, jnp.uint32)
-        return Context(batch, lengths, pages, jnp.asarray(root), active, salt, rows, tokens, PageSize(pool.page_size))
+        return Context(
+            batch, lengths, pages, jnp.asarray(root), active, salt, rows, tokens, PageSize(pool.page_size),
+            layers=tuple(cache[layer] for layer in drafter.reads_layers),
+        )  # fmt: skip
 
     @jax.jit
     def run(params: Params) -> DraftTree:
         tokens, following = jnp.asarray(prompts[:, :-1]), jnp.asarray(prompts[:, 1:])
-        start = context(0, prompts[:, 0], jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None)
-        cache = read_rows(init_cache(target.pages, pool, BATCH), RowMoves(batch, batch), start.prefix_length)
+        text = jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None
+        cache = init_cache(target.pages, pool, BATCH)
+        start, moves = context(0, prompts[:, 0], text, cache), RowMoves(batch, batch)
         embedded = target.embed(params.target, tokens)
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-        past = cache, pages, start.attended
+        past = read_rows(cache, moves, start.prefix_length), pages, start.attended
         output = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
         lengths = jnp.full(BATCH, length, jnp.int32)
-        if start.tokens is not None:
-            committed = commit(start.tokens, tokens, pages, start.prefix_length, lengths, after=tokens)
-            start = start._replace(tokens=committed)
+        blocks = output.block, None if text is None else tokens
+        where = pages, start.prefix_length, lengths
+        cache, text = commit((cache, text), blocks, *where, after=tokens, rows=moves)
+        start = context(0, prompts[:, 0], text, cache)
         seen = Observation(tokens, following, output.features, lengths)
         state = checked_observe(drafter, params, drafter.init(params, BATCH, pool), start, seen)
-        return checked_propose(drafter, params, state, context(length, prompts[:, -1], start.tokens))[0]
+        return checked_propose(drafter, params, state, context(length, prompts[:, -1], text, cache))[0]
 
     return jax.tree.map(np.asarray, run(params)), prompts[:, -1]
 
@@ -233,15 +242,23 @@ def check_declared(drafter: Drafter, target: Target) -> None:
             f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, "
             f"including the root of depth 0, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
         )
-    features = drafter.features
-    if features is None or features == "final":
-        return
-    listed = isinstance(features, tuple) and len(features) > 0
-    if not listed or not all(_is_integer(layer) and 0 <= layer < layers for layer in features):
+    features, pages = drafter.features, drafter.reads_layers
+
+    def listed(value: object) -> bool:
+        return isinstance(value, tuple) and all(_is_integer(layer) and 0 <= layer < layers for layer in value)
+
+    if features not in (None, "final") and not (features and listed(features)):
         raise DrafterError(
             f"{name} asks for features={features!r}; the target has layers 0 to {layers - 1}: give a tuple of layers, "
             "'final' for the last hidden state, or None"
         )
+    if not listed(pages):
+        raise DrafterError(f"{name}: reads_layers={pages!r} must be a tuple of layers from 0 to {layers - 1}")
+    for layer in pages:
+        owner, specs = target.config.owner(layer), target.pages[layer]
+        if row_states(specs) or not jax.tree.leaves(specs):
+            reason = f"it reads those of layer {owner}" if owner != layer else "it has a state for each request"
+            raise DrafterError(f"{name}: reads_layers={pages!r}; layer {layer} of the target has no pages: {reason}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -22,15 +22,16 @@ OUTSIDE = 1000.0
 
 
 def with_noise(
-    context: Context, level: int, ids: Int32[Array, "*B W"], logits: Float32[Array, "B k W"], *, chain: bool
+    context: Context, level: int, ids: Int32[Array, "*nodes W"], logits: Float32[Array, "B k W"], *, chain: bool
 ) -> Float32[Array, "B k W"]:
-    """Adds the target's noise to the logits of a level's candidates `ids`, [W] or [B, W]; a chain's logits are
-    truncated first.
+    """Adds the target's noise to the logits of a level's candidates `ids`, [W], [B, 1, W] or [B, k, W]; a chain's
+    logits are truncated first.
 
     Rows that do not sample are unchanged. In a tree, rows that truncate are unchanged, too.
     """
     logits = cut(context, logits) if chain else logits
-    return logits + level_noise(context, level, ids, truncated=chain)[:, None]
+    noise = level_noise(context, level, ids, truncated=chain)
+    return logits + (noise if ids.ndim == 3 else noise[:, None])
 
 
 def truncates(context: Context) -> Bool[Array, "B"]:
@@ -64,9 +65,9 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
 
 
 def level_noise(
-    context: Context, level: int, ids: Int32[Array, "*B W"], *, truncated: bool = True
-) -> Float32[Array, "B W"]:
-    """T g of the tokens `ids` at a level of the trees (the root's level is 0).
+    context: Context, level: int, ids: Int32[Array, "*nodes W"], *, truncated: bool = True
+) -> Float32[Array, "B ..."]:
+    """T g of the tokens `ids` at a level of the trees (the root's level is 0); [B, W], or of the shape of [B, k, W].
 
     Zero for rows that do not sample. Zero for rows that truncate, on a GPU or without `truncated`: drafts of a narrow
     distribution are accepted less often with noise than without, unless they are truncated too. On a CPU, steps
@@ -74,20 +75,24 @@ def level_noise(
     id (NO_TOKEN) have a logit of -inf, so their noise is irrelevant.
     """
 
-    def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B W"]:
-        axes = (0, 0, 0 if ids.ndim == 2 else None)
-        noise = jax.vmap(token_noise, in_axes=axes)(seed, position, ids.astype(jnp.uint32))
-        return jnp.where(temperature[:, None] > 0, temperature[:, None] * noise, 0.0)
+    def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B ..."]:
+        by_node = ids.ndim == 3
+        of_request = jax.vmap(token_noise, in_axes=(None, None, 0)) if by_node else token_noise
+        axes = (0, 0, 0 if by_node else None)
+        noise = jax.vmap(of_request, in_axes=axes)(seed, position, ids.astype(jnp.uint32))
+        temperature = temperature.reshape(-1, *[1] * (noise.ndim - 1))
+        return jnp.where(temperature > 0, temperature * noise, 0.0)
 
-    def on_cpu(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B W"]:
+    def on_cpu(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B ..."]:
         del cuts
 
-        def zeros(temperature: Array, *_: Array) -> Float32[Array, "B W"]:
-            return jnp.zeros((temperature.shape[0], ids.shape[-1]), jnp.float32)
+        def zeros(temperature: Array, *_: Array) -> Float32[Array, "B ..."]:
+            shape = ids.shape if ids.ndim == 3 else (temperature.shape[0], *ids.shape)
+            return jnp.zeros(shape, jnp.float32)
 
         return jax.lax.cond(jnp.any(temperature > 0), drawn, zeros, temperature, seed, position)
 
-    def on_gpu(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B W"]:
+    def on_gpu(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B ..."]:
         return drawn(jnp.where(cuts, 0.0, temperature), seed, position)
 
     temperature = jnp.where(context.active, context.sampling.temperature, 0.0)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
 
 from specjax.config import HeadConfig, MtpConfig
+from specjax.drafters.assistant import Assistant
 from specjax.drafters.base import Drafter, Speculation
 from specjax.drafters.block import Block
 from specjax.drafters.eagle import Eagle, Eagle3
@@ -20,17 +21,17 @@ from specjax.drafters.mtp import Mtp
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.options import DraftOptions, Loaded, NoDraft, TreeShape
 from specjax.drafters.standalone import Standalone
-from specjax.limits import shown
+from specjax.limits import ParameterError, shown
 from specjax.models.target import Target
 
-CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
+CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Assistant, Ngram)
 """Algorithms that `Auto` chooses from; the last if the model has no draft head."""
 
 
 @dataclass(frozen=True, init=False)
 class Auto(DraftOptions):
-    """The draft head that ships for the model, else the model's MTP layers, else n-grams. On a CPU, n-grams draft
-    before a head or layers (`specjax.drafters.hybrid`), unless the tree is given.
+    """The draft head that ships for the model, else the model's MTP layers or assistant, else n-grams. On a CPU, n-grams
+    draft before a model (`specjax.drafters.hybrid`), unless the tree is given.
 
     Takes the options of these algorithms, except for `path` and `revision`: `Auto(steps=3)`. A warning names options
     that the chosen algorithm does not have.
@@ -87,7 +88,7 @@ class Auto(DraftOptions):
 
 
 DRAFTERS: dict[str, type[DraftOptions]] = {
-    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Block, Standalone)
+    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Assistant, Block, Standalone)
 }
 """The options of each algorithm by name. A row adds a drafter, with its flags and its keys of a configuration file."""
 ALIASES = {"NEXTN": Mtp.algorithm, "DSPARK": Block.algorithm, "P-EAGLE": Eagle3.algorithm, "PARD": Standalone.algorithm}
@@ -131,9 +132,14 @@ DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
 
 
 def with_kind(options: DraftOptions, kind: str) -> DraftOptions:
-    """The options of the algorithm with heads of another kind, such as MTP's for EAGLE's."""
+    """The options of the algorithm with heads of another kind, such as MTP's for EAGLE's. Raises ParameterError for an
+    option that it lacks."""
     other = {each.kind: each for each in DRAFTERS.values()}[kind]
-    return other(**{name: getattr(options, name) for name in options.names() if name in other.names()})
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    for each in fields(options):
+        if each.name not in other.names() and given[each.name] != each.default:
+            raise ParameterError(each.name, f"has no effect with {other.algorithm}", type(options).__name__)
+    return other(**{name: value for name, value in given.items() if name in other.names()})
 
 
 def load_drafter(name: str) -> DrafterFactory:

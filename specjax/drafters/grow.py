@@ -33,7 +33,8 @@ class Read(NamedTuple):
     logits: Float32[Array, "B k W"]  # over the draft's vocabulary
     carry: Any  # pytree of [B, k, ...] leaves for the nodes' children, such as the model's outputs
     keys: Any  # pytree of [B, C, ...] leaves: keys of the uncommitted tokens of all levels so far; or None
-    ids: Int32[Array, "B W"] | None = None  # target ids of the logits' tokens; None: those of the draft's vocabulary
+    # Target ids of the logits' tokens, by request or by node; None: those of the draft's vocabulary.
+    ids: Int32[Array, "B #k W"] | None = None
 
 
 ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
@@ -97,9 +98,9 @@ def grow(
             scores = scores - log_total(logits, best[:, :, None])[:, :, 0]
         else:
             drafts, scores = top_k_children(scores, logits, k, normalised=False)
-        drafts = drafts.reshape(batch, -1)
-        tokens = target_ids(drafts) if output.ids is None else jnp.take_along_axis(ids, drafts, axis=1)
-        return tokens, scores.reshape(batch, -1)
+        drafts = drafts.reshape(batch, logits.shape[1], -1)
+        tokens = target_ids(drafts) if output.ids is None else jnp.take_along_axis(ids, drafts, axis=2)
+        return tokens.reshape(batch, -1), scores.reshape(batch, -1)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
         def take(leaf: Array) -> Array:

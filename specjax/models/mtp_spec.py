@@ -6,8 +6,8 @@ embedding e of token x_{t+1+i}, has RoPE position t, and predicts x_{t+2+i}:
     x = fc(norm(e), norm(f))        out = norm(layer(x))        logits = target's head(out)
 
 or fc(norm(f), norm(e)). The first head reads the target's feature after the final norm; each further head reads `out`
-of the previous head at the same slot. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`;
-vllm-project/vllm `qwen3_next_mtp.py`. Imports no jax.
+of the previous head at the same slot. Gemma 4's assistants are declared here, too; `specjax.models.assistant` describes
+them. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`; vllm-project/vllm `qwen3_next_mtp.py`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
-from specjax.config import ModelConfig, MtpConfig
+from specjax.config import AssistantConfig, ModelConfig, MtpConfig
 from specjax.models import ARCHITECTURES, table
-from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Scope, Sizes, Table, Tensor, dimensions, linear, norm
+from specjax.models.params import (
+    CLUSTERED,
+    EMBED_TENSOR,
+    HEAD_TENSOR,
+    Leaf,
+    Scope,
+    Sizes,
+    Table,
+    Tensor,
+    dimensions,
+    linear,
+    norm,
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,8 @@ def mtp_tensors(names: Collection[str], target: ModelConfig) -> set[str]:
 
 def mtp_table(config: MtpConfig) -> Table:
     """The parameters: a dict `layers_i` for each head, with `fc` and norms unless the heads share them."""
+    if isinstance(config, AssistantConfig):
+        return _assistant_table(config)
     style = STYLES[config.style]
     around = (
         *linear("fc", "F -> M", Tensor(style.fc, "M F"), bias=False),
@@ -131,5 +145,60 @@ def mtp_table(config: MtpConfig) -> Table:
 
 
 def mtp_sizes(config: MtpConfig) -> Sizes:
-    """Sizes of the letters of `mtp_table`. F: the input of `fc`."""
-    return dimensions(config.layer) | {"F": 2 * config.hidden_size}
+    """Sizes of the letters of `mtp_table`. F: the input of `fc`. Of an assistant: N, channels of a feature; C clusters
+    of t tokens."""
+    sizes = dimensions(config.layer) | {"F": 2 * config.feature_size, "N": config.feature_size}
+    if isinstance(config, AssistantConfig) and config.centroids:
+        sizes |= {"C": config.centroids, "t": config.vocab_size // config.centroids}
+    return sizes
+
+
+def _assistant_table(config: AssistantConfig) -> Table:
+    """Those of a model of Gemma 4 whose layers all share keys and values, and the leaves around it. `clusters`, the ids
+    of each cluster's tokens, is filled from the tensor `TOKEN_ORDERING`."""
+    ends, *layers = table(config.layer)
+    embed, final_norm = ends.leaves
+    output = (Leaf("head", "M -> V", embed.tensors),)
+    if config.centroids:
+        centroids = Tensor("masked_embedding.centroids.weight", "C M")
+        output = (
+            replace(embed, name=CLUSTERED),
+            Leaf("centroids", "M -> C", (centroids,), replicated=True),
+            Leaf("clusters", "C t", init="indices", dtype="int32", replicated=True),
+        )
+    around = (
+        *linear("fc", "F -> M", Tensor("pre_projection", "M F"), bias=False),
+        *linear("feature", "M -> N", Tensor("post_projection", "N M"), bias=False),
+    )
+    return Scope((final_norm, *around, *output)), *layers
+
+
+def misfit(config: AssistantConfig, target: ModelConfig) -> str | None:
+    """Why an assistant drafts for another target, by the keys of its config.json; None: it fits."""
+    layer, kinds, own = config.layer, config.layer.kinds, target.kinds
+    if target.family != layer.family or kinds is None or own is None:
+        return f"an assistant drafts for a {layer.family} model, and the target is a {target.family} model"
+    pairs: dict[str, tuple[object, object]] = {
+        "backbone_hidden_size": (config.backbone_size, target.hidden_size),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+    }
+    for windowed in sorted({layer.window(i) is not None for i in range(layer.num_layers)}):
+        name = ("full_attention", "sliding_attention")[windowed]
+        if target.last_owner(windowed=windowed) < 0:
+            return f"layer_types has {name}, and the target has no such layer with keys of its own"
+        if windowed:
+            pairs |= {"head_dim": (layer.head_dim, target.head_dim)}
+            pairs |= {"num_key_value_heads": (layer.num_kv_heads, target.num_kv_heads)}
+            pairs |= {f"rope_parameters of {name}": (layer.window_rope, target.window_rope)}
+        else:
+            pairs |= {f"head_dim of {name}": (kinds.head_dim, own.head_dim)}
+            pairs |= {f"num_key_value_heads of {name}": (kinds.kv_heads, own.kv_heads)}
+            pairs |= {f"rope_parameters of {name}": (layer.rope, target.rope)}
+    for key, (value, needed) in pairs.items():
+        if value != needed:
+            return f"{key} is {value}, and the target's is {needed}; it is the assistant of another model"
+    return None
+
+
+TOKEN_ORDERING = "masked_embedding.token_ordering"
+"""Tensor [V]: the ids of the first cluster's tokens, then of the next cluster's."""

@@ -60,6 +60,7 @@ AXES = {
     "U": "vocab",
 }
 LAYER_EMBEDDINGS = "embed_layers"  # of Gemma 4's layers
+CLUSTERED = "embed_clustered"  # the output matrix of an assistant that computes the logits of some clusters of tokens
 EMBEDDINGS = ("embed", LAYER_EMBEDDINGS)
 """Leaves of which a token reads a row."""
 

@@ -1,0 +1,126 @@
+"""Gemma 4's assistants in folders of their own: config.json, checks against the target, and parameters.
+
+K and E of each kind of layer must be the target's, whose keys the layers read. H follows from the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.checkpoint.files import CheckpointError, Settings, listed, read_json, unsupported
+from specjax.checkpoint.hf_config import at_most, model_config
+from specjax.checkpoint.hub import is_cached, resolve_head
+from specjax.checkpoint.parameters import fill_parameters, misfits, shared_tensors
+from specjax.checkpoint.quantised import Entries, matrices
+from specjax.checkpoint.weights import ModelFiles, read_folder
+from specjax.config import AssistantConfig, ModelConfig
+from specjax.models.mtp_spec import TOKEN_ORDERING, misfit, mtp_sizes, mtp_table
+from specjax.models.params import HEAD_TENSOR, placements
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+ARCHITECTURES = {
+    "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForCausalLM",
+}
+"""Architecture of an assistant -> that of its layers."""
+SUFFIX = "-assistant"
+"""What publishers add to a model's name."""
+
+
+def is_assistant(name: str, *, revision: str | None = None, progress: bool = True) -> bool:
+    """True if config.json of a folder or a hub id describes an assistant."""
+    folder = resolve_head(name, revision=revision, progress=progress, outline=True)
+    return _architecture(read_json(folder / "config.json", name)) is not None
+
+
+def assistant_beside(files: ModelFiles) -> str | None:
+    """The assistant of a model: the folder beside the model's with ``SUFFIX`` in its name, or the hub id, if it has
+    been downloaded. None: there is none. Downloads nothing."""
+    path = Path(files.name).expanduser()
+    if path.is_dir():
+        path = path.absolute()
+        beside = path.with_name(path.name + SUFFIX)
+        return str(beside) if (beside / "config.json").is_file() and is_assistant(str(beside)) else None
+    name = files.name + SUFFIX
+    return name if is_cached(name, "config.json") and is_assistant(name) else None
+
+
+def describe_assistant(name: str, folder: Path, target: ModelConfig) -> AssistantConfig:
+    """The description of an assistant, from config.json and the headers of weights if present."""
+    files = read_folder(name, folder, outline=True)
+    return _described(files, target, matrices(files) if files.weights else None)
+
+
+def load_assistant(
+    name: str, folder: Path, target: ModelConfig, *, quantization: str, mesh: Mesh | None, progress: bool
+) -> tuple[AssistantConfig, dict[str, Any]]:  # fmt: skip
+    """The description and the parameters that ``mtp_table`` declares."""
+    import jax
+
+    files = read_folder(name, folder)
+    tensors = matrices(files)
+    config = _described(files, target, tensors)
+    declared, sizes = mtp_table(config), mtp_sizes(config)
+    params = fill_parameters(
+        name, declared, sizes, tensors, config, target.dtype, quantization, mesh=mesh, progress=progress
+    )
+    if config.centroids:
+        params["clusters"] = jax.device_put(_clusters(files, config))
+    return config, params
+
+
+def _architecture(settings: Settings) -> str | None:
+    return next((name for name in settings.texts("architectures") if name in ARCHITECTURES), None)
+
+
+def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) -> AssistantConfig:
+    settings = Settings(files.config)
+    if (architecture := _architecture(settings)) is None:
+        raise unsupported("architectures", settings.get("architectures"), listed(ARCHITECTURES))
+    text = settings.section("text_config")
+    own = {"num_kv_shared_layers": 0, "architectures": [ARCHITECTURES[architecture]], "tie_word_embeddings": True}
+    layer = model_config({"hidden_size_per_layer_input": 0, **text, **own}, dtype=target.dtype)
+    assert layer.kinds is not None
+    if layer.kinds.inputs or layer.experts or layer.kinds.double_mlp:
+        keys = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
+        key = next(key for key in keys if text.get(key))
+        raise unsupported(f"text_config.{key}", text[key], "0 or false, as in published assistants")
+    if tensors is not None and (query := tensors.get("model.layers.0.self_attn.q_proj.weight")):
+        width = layer.kinds.head_dim if layer.window(0) is None else layer.head_dim
+        layer = replace(layer, num_heads=query.shape[0] // width)
+    centroids = best = 0
+    if settings.boolean("use_ordered_embeddings"):
+        centroids, best = settings.integer("num_centroids", 2048), settings.integer("centroid_intermediate_top_k", 32)
+        at_most(best, centroids, "centroid_intermediate_top_k", "num_centroids")
+        if layer.vocab_size % centroids:
+            raise unsupported("num_centroids", centroids, f"a divisor of vocab_size ({layer.vocab_size})")
+    layer = replace(layer, kinds=replace(layer.kinds, shared=layer.num_layers))
+    config = AssistantConfig(
+        layer=layer, target_layers=target.num_layers, count=1, vocab_size=layer.vocab_size,
+        backbone_size=settings.integer("backbone_hidden_size"), centroids=centroids, best=best,
+    )  # fmt: skip
+    if problem := misfit(config, target):
+        raise CheckpointError(f"config.json: {problem}")
+    if tensors is not None:
+        shapes = {name: entry.shape for name, entry in tensors.items()}
+        optional = shared_tensors(layer, "model.layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm"))
+        optional |= {HEAD_TENSOR, *([TOKEN_ORDERING] if centroids else [])}
+        if problems := misfits(shapes, placements(mtp_table(config), mtp_sizes(config)), "assistants", optional):
+            raise CheckpointError(f"unsupported assistant; {problems}")
+    return config
+
+
+def _clusters(files: ModelFiles, config: AssistantConfig) -> np.ndarray:
+    """The ids of each cluster's tokens, int32 ``[C, t]``. Converters store them as floats, too."""
+    if (entry := files.headers.get(TOKEN_ORDERING)) is None:
+        raise CheckpointError(f"missing tensors: {TOKEN_ORDERING}, which use_ordered_embeddings needs")
+    order = entry.read(integers=True)
+    if not np.array_equal(np.sort(order.reshape(-1)), np.arange(config.vocab_size)):
+        raise CheckpointError(f"{entry.source} must hold each of the {config.vocab_size} token ids once")
+    return order.astype(np.int32).reshape(config.centroids, -1)
