@@ -388,7 +388,10 @@ class MtpConfig:
 
     kind: ClassVar[str] = "mtp"
     features: ClassVar[Literal["final"]] = "final"
-    max_positions: ClassVar[None] = None  # the target's
+
+    @property
+    def max_positions(self) -> int | None:
+        return None  # the target's
 
     @property
     def hidden_size(self) -> int:

@@ -20,9 +20,9 @@ from specjax.checkpoint.tokenizer import check_tokenizer_paths, load_tokenizer, 
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead",
-    "assistant_beside", "bits_per_weight", "check_tensors", "check_tokenizer_paths", "describe_head",
-    "effective_quantization", "is_assistant", "load_head", "load_mtp", "load_params", "load_tokenizer",
-    "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised",
-    "shipped_head", "stop_token_ids",
+    "BUILT_IN_MODEL", "CheckpointError", "CheckpointOptionError", "ModelFiles", "ShippedHead", "assistant_beside",
+    "bits_per_weight", "check_tensors", "check_tokenizer_paths", "describe_head", "effective_quantization",
+    "is_assistant", "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies", "matrices",
+    "may_have_head", "model_config", "mtp_config", "mtp_method", "read_token_map", "resolve", "sampling_defaults",
+    "save_dequantised", "shipped_head", "stop_token_ids",
 ]  # fmt: skip

@@ -86,13 +86,14 @@ def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) 
     text = settings.section("text_config")
     own = {"num_kv_shared_layers": 0, "architectures": [ARCHITECTURES[architecture]], "tie_word_embeddings": True}
     layer = model_config({"hidden_size_per_layer_input": 0, **text, **own}, dtype=target.dtype)
-    assert layer.kinds is not None
-    if layer.kinds.inputs or layer.experts or layer.kinds.double_mlp:
+    kinds = layer.kinds
+    assert kinds is not None
+    if kinds.inputs or layer.experts or kinds.double_mlp:
         keys = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
         key = next(key for key in keys if text.get(key))
         raise unsupported(f"text_config.{key}", text[key], "0 or false, as in published assistants")
     if tensors is not None and (query := tensors.get("model.layers.0.self_attn.q_proj.weight")):
-        width = layer.kinds.head_dim if layer.window(0) is None else layer.head_dim
+        width = kinds.head_dim if layer.window(0) is None else layer.head_dim
         layer = replace(layer, num_heads=query.shape[0] // width)
     centroids = best = 0
     if settings.boolean("use_ordered_embeddings"):
@@ -100,7 +101,7 @@ def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) 
         at_most(best, centroids, "centroid_intermediate_top_k", "num_centroids")
         if layer.vocab_size % centroids:
             raise unsupported("num_centroids", centroids, f"a divisor of vocab_size ({layer.vocab_size})")
-    layer = replace(layer, kinds=replace(layer.kinds, shared=layer.num_layers))
+    layer = replace(layer, kinds=replace(kinds, shared=layer.num_layers))
     config = AssistantConfig(
         layer=layer, target_layers=target.num_layers, count=1, vocab_size=layer.vocab_size,
         backbone_size=settings.integer("backbone_hidden_size"), centroids=centroids, best=best,

@@ -30,8 +30,8 @@ CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Assistant, Ngram)
 
 @dataclass(frozen=True, init=False)
 class Auto(DraftOptions):
-    """The draft head that ships for the model, else the model's MTP layers or assistant, else n-grams. On a CPU, n-grams
-    draft before a model (`specjax.drafters.hybrid`), unless the tree is given.
+    """The draft head that ships for the model, else the model's MTP layers or assistant, else n-grams. On a CPU,
+    n-grams draft before these (`specjax.drafters.hybrid`), unless the tree is given.
 
     Takes the options of these algorithms, except for `path` and `revision`: `Auto(steps=3)`. A warning names options
     that the chosen algorithm does not have.

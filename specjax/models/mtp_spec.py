@@ -6,8 +6,9 @@ embedding e of token x_{t+1+i}, has RoPE position t, and predicts x_{t+2+i}:
     x = fc(norm(e), norm(f))        out = norm(layer(x))        logits = target's head(out)
 
 or fc(norm(f), norm(e)). The first head reads the target's feature after the final norm; each further head reads `out`
-of the previous head at the same slot. Gemma 4's assistants are declared here, too; `specjax.models.assistant` describes
-them. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`; vllm-project/vllm `qwen3_next_mtp.py`. Imports no jax.
+of the previous head at the same slot. Sources: sgl-project/sglang `mimo_mtp.py`, `deepseek_nextn.py`;
+vllm-project/vllm `qwen3_next_mtp.py`. Also declares Gemma 4's assistants, which `specjax.models.assistant` describes.
+Imports no jax.
 """
 
 from __future__ import annotations

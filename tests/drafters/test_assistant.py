@@ -15,9 +15,10 @@ import pytest
 from assistant_oracle import FULL, SLIDING, Assistant, Given, given_by
 from eagle_oracle import DraftTree, check_steps, grow_tree, log_softmax, start
 from family_helpers import WINDOW, Family, load_family, save_family
+from oracle import Sampling
 from specjax_kernels import CAUSAL
 from tiny_assistants import load_assistant_oracle, save_assistant
-from toy_models import Runner
+from toy_models import Runner, tiny_llama
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.checkpoint import load_head
@@ -224,8 +225,6 @@ def test_trees_of_steps_equal_the_oracle(pairs, family, centroids, shape):
 def test_a_start_after_another_requests_pages(pairs):
     """The state of the last token is computed by the request itself, so nothing is kept in pages."""
     pair, shape, shared = pairs("gemma4_shared", True), (3, 2, 6), [4, 8, 15, 16, 23, 35]
-    from oracle import Sampling
-
     run = runner(pair, shape)
     run.admit(0, [*shared, 5, 9], Sampling(max_tokens=12))
     run.prefill([[*shared, 5, 9]], chunk=4)
@@ -247,17 +246,7 @@ def test_interface(pairs):
 
 
 def test_another_target_is_refused(pairs):
-    llama = load_family_target("llama")
-    with pytest.raises(ValueError, match="^an assistant drafts for a gemma4 model, and the target is a llama model$"):
-        assistant_drafter(llama, pairs("gemma4").config, TreeShape(2, 1, 3))
-    with pytest.raises(
-        ValueError, match="^num_key_value_heads is 2, and the target's is 1; it is the assistant of anoth"
-    ):
+    with pytest.raises(ValueError, match=r"^an assistant drafts for a gemma4 model, and the target is a llama model$"):
+        assistant_drafter(tiny_llama().target, pairs("gemma4").config, TreeShape(2, 1, 3))
+    with pytest.raises(ValueError, match=r"^num_key_value_heads is 2, and the target's is 1; it is the assistant of"):
         assistant_drafter(pairs("gemma4_shared").family.toy.target, pairs("gemma4").config, TreeShape(2, 1, 3))
-
-
-def load_family_target(family: str) -> Any:
-    from toy_models import tiny_llama
-
-    assert family == "llama"
-    return tiny_llama().target

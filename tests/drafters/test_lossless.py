@@ -37,17 +37,19 @@ from engine_helpers import (
 from family_helpers import FAMILIES, MTP_STYLES, RECURRENT, WINDOW, load_family, save_family
 from grammar_helpers import GRAMMARS, check_masked, follows
 from test_toy_drafter import absurd_trees, random_trees
+from tiny_assistants import save_assistant
 from tiny_blocks import save_block
 from toy_models import Toy
 
 from specjax.checkpoint import load_head, load_mtp, model_config, mtp_config, resolve
-from specjax.config import BlockConfig
+from specjax.config import AssistantConfig, BlockConfig
 from specjax.drafters import (
     Drafter,
     DraftOptions,
     Speculation,
     StandaloneParams,
     TreeShape,
+    assistant_drafter,
     block_drafter,
     eagle_drafter,
     mtp_drafter,
@@ -61,6 +63,7 @@ from specjax.train.options import DraftSettings
 FEW = 40  # tokens of a vocabulary that is small enough for random heads to be right now and then
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 2, 11)  # the tree holds all candidates: paths of all lengths
 DEEP = TreeShape(5, 2, 19)  # paths are longer than a window
+GEMMA_4 = ("gemma4", "gemma4_shared", "gemma4_experts")
 LETTERS = byte_ids(b"aeinorst")  # tokens that the table model often writes
 JSON = byte_ids(b'{"ok": true, "n": 1, "color": "red"}abcdex(,)12')
 
@@ -161,6 +164,21 @@ def with_block(dialect: str, shape: TreeShape) -> Callable[..., Drafting]:
     return make
 
 
+def with_assistant(shape: TreeShape, best: int = 0) -> Callable[..., Drafting]:
+    """An assistant of the model, saved by transformers; with `best`, of some clusters of tokens."""
+
+    def make(model: Model, models: Any) -> Drafting:
+        target, folder, vocab = model.toy.target, Path(tempfile.mkdtemp()), model.toy.vocab
+        clusters = max(count for count in range(1, 11) if vocab % count == 0) if best else 0
+        save_assistant(folder, Path(model.folder), centroids=clusters, best=best)
+        config, params = load_head(str(folder), target.config, kind="assistant", progress=False)
+        shutil.rmtree(folder)
+        assert isinstance(config, AssistantConfig)
+        return assistant_drafter(target, config, shape), params
+
+    return make
+
+
 def with_layers(model: Model, models: Any) -> Drafting:
     """The MTP layers of the model's own checkpoint."""
     files = resolve(model.folder, progress=False)
@@ -223,6 +241,8 @@ DRAFTERS: dict[str, tuple[Callable[..., Drafting], tuple[str, ...]]] = {
     "PARD tree": (with_pard, tuple(FAMILIES)),
     "absurd chains": (absurd(1), ("table",)),
     "EAGLE token map": (mapped, ("pairs",)),
+    "ASSISTANT chain": (with_assistant(CHAIN), GEMMA_4),
+    "ASSISTANT tree": (with_assistant(TREE, best=1), GEMMA_4),
 }
 """How each drafter is made, and the families that it drafts for."""
 
@@ -253,6 +273,7 @@ QUICK = {
     ("STANDALONE gemma3", "qwen3_5"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
     ("DFLASH tree", "gemma4"), ("NGRAM", "gemma4_experts"), ("P-EAGLE chain", "qwen3"), ("P-EAGLE tree", "llama"),
     ("PARD tree", "llama"),
+    ("ASSISTANT chain", "gemma4_experts"), ("ASSISTANT tree", "gemma4"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 
