@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, Settings, listed, read_json, unsupported
-from specjax.checkpoint.hf_config import at_most, model_config
+from specjax.checkpoint.hf_config import at_most, model_config, refuse_unsupported
 from specjax.checkpoint.hub import is_cached, resolve_head
 from specjax.checkpoint.parameters import fill_parameters, misfits, shared_tensors
 from specjax.checkpoint.quantised import Entries, matrices
@@ -29,6 +29,10 @@ ARCHITECTURES = {
     "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForCausalLM",
 }
 """Architecture of an assistant -> that of its layers."""
+_ONLY = {
+    "hidden_size_per_layer_input": (0, "0"), "enable_moe_block": (False, "false"),
+    "use_double_wide_mlp": (False, "false"),
+}  # fmt: skip
 SUFFIX = "-assistant"
 """What publishers add to a model's name."""
 
@@ -49,6 +53,15 @@ def assistant_beside(files: ModelFiles) -> str | None:
         return str(beside) if (beside / "config.json").is_file() and is_assistant(str(beside)) else None
     name = files.name + SUFFIX
     return name if is_cached(name, "config.json") and is_assistant(name) else None
+
+
+def wanted(kind: str, name: str, folder: Path) -> bool:
+    """True if ``kind`` is an assistant's. Raises CheckpointError if it is another, and the folder has an assistant."""
+    if kind == AssistantConfig.kind:
+        return True
+    if (architecture := _architecture(read_json(folder / "config.json", name))) is not None:
+        raise CheckpointError(f"config.json: architectures is {architecture}; its algorithm is MTP or ASSISTANT")
+    return False
 
 
 def describe_assistant(name: str, folder: Path, target: ModelConfig) -> AssistantConfig:
@@ -84,14 +97,11 @@ def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) 
     if (architecture := _architecture(settings)) is None:
         raise unsupported("architectures", settings.get("architectures"), listed(ARCHITECTURES))
     text = settings.section("text_config")
+    refuse_unsupported(text, _ONLY)
     own = {"num_kv_shared_layers": 0, "architectures": [ARCHITECTURES[architecture]], "tie_word_embeddings": True}
     layer = model_config({"hidden_size_per_layer_input": 0, **text, **own}, dtype=target.dtype)
     kinds = layer.kinds
     assert kinds is not None
-    if kinds.inputs or layer.experts or kinds.double_mlp:
-        keys = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
-        key = next(key for key in keys if text.get(key))
-        raise unsupported(f"text_config.{key}", text[key], "0 or false, as in published assistants")
     if tensors is not None and (query := tensors.get("model.layers.0.self_attn.q_proj.weight")):
         width = kinds.head_dim if layer.window(0) is None else layer.head_dim
         layer = replace(layer, num_heads=query.shape[0] // width)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.assistant import describe_assistant, load_assistant
+from specjax.checkpoint import assistant
 from specjax.checkpoint.block_head import (
     DEEPSPEC,
     architecture_of,
@@ -53,7 +53,7 @@ from specjax.checkpoint.weights import (
     read_shards,
     same_content,
 )
-from specjax.config import AssistantConfig, BlockConfig, HeadConfig, ModelConfig, MtpConfig
+from specjax.config import BlockConfig, HeadConfig, ModelConfig, MtpConfig
 from specjax.limits import ParameterError
 from specjax.models import head_spec as heads_of
 from specjax.models import mtp_spec
@@ -135,9 +135,9 @@ def load_head(
 
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress)
-        if kind == AssistantConfig.kind:
+        if assistant.wanted(kind, name, folder):
             options: Any = {"quantization": quantization, "mesh": mesh, "progress": progress}
-            return load_assistant(name, folder, target, **options)
+            return assistant.load_assistant(name, folder, target, **options)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         tensors, config, ids = _describe(name, folder, target, kind, given)
         # The tolerances exceed the difference between roundings of one number to half precision.
@@ -169,8 +169,8 @@ def describe_head(
     the files is not compared with the target's."""
     with prefixed(name):
         folder = resolve_head(name, revision=revision, progress=progress, outline=True)
-        if kind == AssistantConfig.kind:
-            return describe_assistant(name, folder, target)
+        if assistant.wanted(kind, name, folder):
+            return assistant.describe_assistant(name, folder, target)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
         if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
             return _describe(name, folder, target, kind, given)[1]

@@ -271,9 +271,8 @@ QUICK = {
     ("MTP head", "pairs"), ("MTP layers", "qwen3"), ("DFLASH chain", "gpt_oss"), ("DFLASH tree", "gemma3"),
     ("DSPARK tree", "llama"), ("DFLASH2 tree", "mimo"), ("STANDALONE itself", "mistral"),
     ("STANDALONE gemma3", "qwen3_5"), ("absurd chains", "table"), ("EAGLE token map", "pairs"),
-    ("DFLASH tree", "gemma4"), ("NGRAM", "gemma4_experts"), ("P-EAGLE chain", "qwen3"), ("P-EAGLE tree", "llama"),
-    ("PARD tree", "llama"),
-    ("ASSISTANT chain", "gemma4_experts"), ("ASSISTANT tree", "gemma4"),
+    ("DFLASH tree", "gemma4"), ("P-EAGLE chain", "qwen3"), ("P-EAGLE tree", "llama"),
+    ("PARD tree", "llama"), ("ASSISTANT chain", "gemma4_experts"), ("ASSISTANT tree", "gemma4"),
 }  # fmt: skip
 """Each drafter and each family at least once. The other cases are slow tests."""
 

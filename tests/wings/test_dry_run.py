@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
+from test_gemma4_checkpoint import PUBLISHED
 from tiny_checkpoints import save_llama, write_gguf
 from tiny_heads import save_head
 
@@ -138,6 +139,33 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
     forward, context = document["reads"]["forward"], 1024
     for batch in (1, 48):
         assert document["speeds"][str(batch)] == pytest.approx(batch * 4.8e12 / (forward + batch * context * token))
+
+
+def test_gemma_4_with_its_assistant_beside_it(configs, dry_run):
+    """AUTO finds it. It has weights and no pages; of its output matrix a node reads 4,096 rows."""
+    described, numbers = PUBLISHED["E4B"]
+    text = described["text_config"] | {
+        "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4,
+        "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "final_logit_softcapping": None,
+    }  # fmt: skip
+    assistant = {"architectures": ["Gemma4AssistantForCausalLM"], "dtype": "bfloat16", "text_config": text}
+    assistant |= {"backbone_hidden_size": 2560, "use_ordered_embeddings": True}
+    for name, config in (("e4b", described), ("e4b-assistant", assistant)):
+        (configs / name).mkdir()
+        (configs / name / "config.json").write_text(json.dumps(config))
+    given = "--model", configs / "e4b", "--assume-device", "RTX4090", "--speculative-draft-quantization", "none"
+    found = dry_run(*given).document
+    named = "--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", configs / "e4b-assistant"
+    assert dry_run(*given, *named).document == found
+    assert found["drafter"] == {"name": "ASSISTANT", "nodes": 4, "levels": 3}
+    assert (found["token_bytes"], found["draft_token_bytes"]) == (2 * numbers, 0)
+    heads = 4 * 256 * (3 * 256 + 512)
+    layers = 4 * (3 * 256 * 2048 + 4 * 256 + 1) + 2 * heads + 3 * 256 + 512  # MLP, norms, scalar; q and o; q_norm
+    rows, around = 262144 * 256, 3 * 2560 * 256 + 256 + 2048 * 256
+    assert found["memory"]["draft_weights"] == 2 * (layers + rows + around) + 4 * 262144, "the last are ids"
+    small = dry_run(*given[:4]).document["memory"]["draft_weights"]
+    assert 2 * rows < small < found["memory"]["draft_weights"], "int8; rows are read as they are"
 
 
 @pytest.mark.parametrize(("device", "kind"), [("T4", "int8"), ("L4", "int4")])
