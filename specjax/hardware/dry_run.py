@@ -31,7 +31,7 @@ from specjax_kernels.platforms import before_ampere
 from specjax import checkpoint
 from specjax.cache import PoolShape, row_states
 from specjax.cli import build, flags
-from specjax.config import HeadConfig, ModelConfig
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, DraftOptions, NoDraft, Params, Speculation, StandaloneParams, make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.engine.config import EngineConfig
@@ -216,7 +216,7 @@ def outline(
     return Outline(target, Params(weights, params), speculation, tuple(parts))
 
 
-def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig:
+def _head(options: ModelOptions, config: ModelConfig) -> HeadConfig | MtpConfig:
     with naming(options, "path"):
         named: Any = {"kind": str(options.kind), "revision": options.revision}
         named |= {key: getattr(options, key) for key in options.head_options}

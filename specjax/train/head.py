@@ -238,6 +238,7 @@ def from_head(
     kind = ALGORITHMS[settings.draft].kind if block is None else BlockConfig.kind
     target = replace(target, dtype="float32")
     head, loaded = checkpoint.load_head(settings.init_from, target, kind=kind, norm_output=settings.norm_output)
+    assert isinstance(head, HeadConfig)
     if head.gemma_layers or (head.mask_token is not None and not isinstance(head, BlockConfig)):
         kind = "Gemma 4's layers" if head.gemma_layers else "masks (P-EAGLE)"
         raise ValueError(f"--init-from {settings.init_from} is a head with {kind}, which specjax does not train")

@@ -25,7 +25,7 @@ from specjax.checkpoint import load_head
 from specjax.config import AssistantConfig
 from specjax.drafters import TreeShape, assistant_drafter
 from specjax.drafters.base import Params
-from specjax.drafters.check import check_drafter
+from specjax.drafters.check import DrafterError, check_declared, check_drafter
 from specjax.models.assistant import AssistantHead
 from specjax.models.target import Target
 from specjax.step import StepConfig
@@ -242,6 +242,8 @@ def test_interface(pairs):
     drafter = assistant_drafter(target, pair.config, TreeShape(3, 2, 6))
     assert (drafter.name, drafter.features, drafter.reads_layers) == ("ASSISTANT", "final", (0, 1))
     check_drafter(drafter, target, Params(pair.family.toy.params, pair.draft), values=True)
+    with pytest.raises(DrafterError, match=r"layer 3 of the target has no pages: it reads those of layer 1$"):
+        check_declared(drafter._replace(reads_layers=(0, 3)), target)
     assert jax.tree.map(jnp.shape, drafter.init(None, 5, PoolShape(9, 4))) == ((5, 32),), "no pages"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from test_toy_drafter import known_text, random_trees, replay
 from toy_models import Runner, tiny_llama
 
 from specjax import Drafter, DrafterError, Ngram, Params, chain, check_drafter, make_speculation
+from specjax.cache import RowSpec, RowState
+from specjax.drafters.base import put_rows
 from specjax.engine import SamplingParams
 from specjax.engine.generation import EngineError
 
@@ -75,6 +77,12 @@ FAULTS = {
         f"{PROPOSE}.* fails .* return Drafter.*reads_tokens=True",
     ),
     "features": (REPLAY._replace(features=(0, 7)), r"asks for features=\(0, 7\); the target has layers 0 to 0"),
+    "layers": (REPLAY._replace(reads_layers=(0, 7)), r"reads_layers=\(0, 7\) must be a tuple of layers from 0 to 0"),
+    "list of layers": (REPLAY._replace(reads_layers=[0]), r"reads_layers=\[0\] must be a tuple of layers from 0 to 0"),
+    "reads layers": (
+        proposing(lambda tree, state, context: (tree, state + context.layers[0].shape[0])),
+        f"{PROPOSE}.* fails .* IndexError",
+    ),
     "other features": (REPLAY._replace(features="last"), "asks for features='last'; .* 'final'"),
 }  # fmt: skip
 
@@ -84,6 +92,61 @@ def test_faults(fault):
     drafter, message = FAULTS[fault]
     with pytest.raises(DrafterError, match=message):
         check_drafter(drafter, toy().target, Params(toy().params))
+
+
+def test_layers_without_pages():
+    drafter, target = REPLAY._replace(reads_layers=(0,)), toy().target
+    check_drafter(drafter, target, Params(toy().params))
+    recurrent = target._replace(pages=(RowState(RowSpec((3,), "float32", (None,)), lambda *given: given[0]),))
+    with pytest.raises(DrafterError, match=r"layer 0 of the target has no pages: it has a state for each request$"):
+        check_drafter(drafter, recurrent, Params(toy().params))
+
+
+class Entries(NamedTuple):
+    """The last committed token's entry, as `observe` and `propose` read it; in `propose` before the step."""
+
+    observed: jax.Array  # [R, K E]
+    proposed: jax.Array
+
+
+def test_entries_of_layers():
+    """In `propose` those of all committed tokens, in `observe` those of the observed ones, too; in any order of layers."""
+
+    def entry(context, at):
+        page = jnp.take_along_axis(context.page_table, at[:, None] // 4, axis=1)[:, 0]
+        both = (layer.value.at[page, at % 4].get(mode="clip") for layer in context.layers)
+        return jnp.concatenate([leaf.reshape(len(at), -1) for leaf in both], axis=1)
+
+    def init(params, rows, pool):
+        return Entries(*jnp.zeros((2, rows, 32), jnp.float32))
+
+    def propose(params, state, context):
+        rows = jnp.where(context.active, context.slots, state.proposed.shape[0])
+        now = entry(context, jnp.maximum(context.prefix_length - 1, 0))
+        tree, _ = REPLAY.propose(params, jnp.zeros(64, jnp.int32), context)
+        return tree, state._replace(proposed=state.proposed.at[rows].set(now, mode="drop"))
+
+    def observe(params, state, context, seen):
+        now = entry(context, jnp.maximum(context.prefix_length + seen.length - 1, 0))
+        return state._replace(observed=put_rows(state.observed, now, context, seen))
+
+    model = tiny_llama()
+    drafter = Drafter("ENTRIES", None, REPLAY.width, REPLAY.depth, init, propose, observe, reads_layers=(1, 0))
+    check_drafter(drafter, model.target, Params(model.params), values=True)
+    run = Runner(model, drafter, rows=2)
+    run.generate([([5, 6, 7, 8, 9], Sampling(max_tokens=1)), ([3], Sampling(max_tokens=1))])
+    lengths = np.array([5, 1])
+    for _ in range(3):
+
+        def values(row):
+            leaves = [np.asarray(run.state.cache[layer].value)[run.table[row]] for layer in (1, 0)]
+            return np.concatenate([leaf.reshape(48, -1)[lengths[row] - 1] for leaf in leaves])
+
+        wanted = np.stack([values(row) for row in range(2)])
+        np.testing.assert_array_equal(run.state.draft.observed, wanted)
+        run.state = run.state._replace(finished=jnp.zeros(2, bool), rows=run.state.rows._replace(limit=jnp.full(2, 99)))
+        lengths += run.step([True, True]).emitted[:2]
+        np.testing.assert_array_equal(run.state.draft.proposed, wanted)
 
 
 def test_faults_are_raised_before_anything_is_compiled(monkeypatch):

@@ -11,18 +11,21 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from eagle_oracle import start
 from engine_helpers import make_engine, toy
 from generate_helpers import saved_model
+from toy_models import Runner, tiny_llama
 from train_helpers import environment
 
 import specjax
-from specjax import SamplingParams, load_drafter, make_speculation
+from specjax import SamplingParams, StepConfig, load_drafter, make_speculation
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
 MEDUSA = (ROOT / "examples" / "medusa.py").read_text(encoding="utf-8")
-DRAFTER, COUNTER, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+DRAFTER, KEYS, COUNTER, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
 COMMAND = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
 ALIAS = "smollm2-135m-instruct"
 
@@ -96,6 +99,31 @@ def test_counter_of_steps(guide):
     for count in (9, 5):
         done = engine.generate("hello hello", SamplingParams(max_new_tokens=count, ignore_eos=True))
         assert int(engine.state.draft["steps"][0]) == done.spec_verify_ct > 0
+
+
+def test_similar_keys():
+    """Drafts follow the committed token whose key has the largest product with the last one's."""
+    toy = tiny_llama()
+    drafter = run(KEYS)["similar_key"](toy.target)
+    specjax.check_drafter(drafter, toy.target, specjax.Params(toy.params), values=True)
+    config = StepConfig(nodes=drafter.width, trace=True)
+    runner = Runner(toy, drafter, rows=2, config=config)
+    texts = start(runner)
+    drafted = 0
+    for _ in range(4):
+        before = {row: runner.committed(row).reshape(48, -1)[: len(text) - 1] for row, text in texts.items()}
+        output = runner.step([True, True])
+        for row, text in texts.items():
+            count, keys = len(text) - 1, before[row]  # committed tokens
+            valid = output.trace.tree.valid[row].sum() - 1
+            assert valid == (drafter.depth if count > 1 else 0)
+            if valid:
+                best = int(np.argmax(keys[:-1] @ keys[-1]))
+                wanted = [text[best + 2 + i % (count - 1 - best)] for i in range(valid)]
+                assert output.trace.tree.tokens[row, 1:].tolist() == wanted
+                drafted += 1
+            text += output.tokens[row, : output.emitted[row]].tolist()
+    assert drafted >= 6
 
 
 def test_without_the_engine(medusa):

@@ -290,13 +290,15 @@ def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
 def compiled_steps(target: Target, drafter: Drafter, config: StepConfig):
     """The jitted steps, traced once for every runner of the same target, drafter and shapes."""
     steps = make_steps(target, drafter, config=config)
-    return steps._replace(prefill=_compiled_prefill(target, drafter.features, drafter.observe, config.ragged))
+    reads = drafter.features, drafter.reads_layers
+    return steps._replace(prefill=_compiled_prefill(target, *reads, drafter.observe, config.ragged))
 
 
 @functools.cache
-def _compiled_prefill(target: Target, features, observe, ragged: bool):
+def _compiled_prefill(target: Target, features, layers, observe, ragged: bool):
     """A prefill depends on nothing else of a drafter and of its `StepConfig`, so drafters share the program."""
-    drafter, config = none_drafter()._replace(features=features, observe=observe), StepConfig(ragged=ragged)
+    drafter = none_drafter()._replace(features=features, reads_layers=layers, observe=observe)
+    config = StepConfig(ragged=ragged)
     return jax.jit(functools.partial(prefill_step, target=target, drafter=drafter, config=config), donate_argnums=1)
 
 
