@@ -3,6 +3,7 @@
     python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend pallas] [--record]
     python benchmarks/gpu_compile.py --start [--layers 32] [--record]
     python benchmarks/gpu_compile.py --block [--layers 4] [--gpu-spec benchmarks/gpu/h100_sxm.txtpb] [--record]
+    python benchmarks/gpu_compile.py --assistant [--steps 3 --topk 3 --draft-tokens 8] [--record]
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is allocated. XLA compiles for the device described by
 `benchmarks/gpu/h200.txtpb` and dumps its thunk sequence (`thunks.py`). A command buffer is a CUDA graph; the host
@@ -11,7 +12,8 @@ some kernels differ on a device.
 
 `--start` compiles the first programs of an engine as it does itself, and gives their processor seconds. `--block`
 compiles steps of Qwen3-8B's shape with a DFlash head of five layers, and gives the cost model's estimate for all 36
-layers beside EAGLE-3's chain of 7.
+layers beside EAGLE-3's chain of 7. `--assistant` compiles a step of Gemma 4 E4B's shape with its assistant, and gives
+the kernels of each kind of layer.
 
 Needs the GPU compiler of the installed version of jax (see `ptx.py`).
 """
@@ -33,7 +35,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: the device is des
 
 import jax
 import jax.numpy as jnp
-from model_shapes import block_head, eagle3_head, head_shapes, least_bytes, llama_8b, nbytes, qwen3_8b
+from model_shapes import (
+    assistant_head,
+    block_head,
+    eagle3_head,
+    gemma4_e4b,
+    head_shapes,
+    least_bytes,
+    llama_8b,
+    nbytes,
+    qwen3_8b,
+)
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import bytes_read, counts, dump_options, read_dump
@@ -107,7 +119,7 @@ def programs(
     Llama-3.1-8B. `prefill`: prompts and tokens of each, of a prefill beside them; `batch` is at least the prompts."""
     config = llama_8b(shapes.layers) if config is None else config
     target = make_target(config, backend=shapes.backend)
-    head = (block_head if algorithm == "DFLASH" else eagle3_head)(config)
+    head = {"DFLASH": block_head, "ASSISTANT": assistant_head}.get(algorithm, eagle3_head)(config)
     if algorithm == "NONE":
         speculation = make_speculation("NONE")
     else:
@@ -258,6 +270,32 @@ def blocks(shapes: Shapes, place: Callable[[Any], Any], device: str, document: d
         print(f"{algorithm} {tree}, one request, {device}: {milliseconds:.2f} ms a step (estimated)")
 
 
+KINDS = {"window": ("ssf", "sf"), "full": ("sff", "sf"), "shared window": ("sf", "ssf"), "shared full": ("sf", "sff")}
+"""Kind of a layer of Gemma 4 -> layers, one of the kind more than "sf", "sf"; see `gemma4_e4b`."""
+
+
+def assistants(shapes: Shapes, place: Callable[[Any], Any], document: dict[str, Any]) -> None:
+    """Counts of the step of all layers and of its phases, and kernels of each kind of layer and of a level."""
+
+    def run(name: str, phase: str, model: ModelConfig, **changes: Any) -> int:
+        program = programs(shapes._replace(**changes), place, algorithm="ASSISTANT", config=model)[phase]
+        document["results"][name] = record = compiled(program, dict(NVIDIA_OPTIONS))
+        show(name, record)
+        return record["kernels_every_call"]
+
+    document["results"] = {}
+    few = gemma4_e4b("sf", "sf")
+    run("step", "step", gemma4_e4b())
+    draft, check = (run(f"{phase} phase, 4 layers", phase, few) for phase in ("draft", "check"))
+    tokens = min(shapes.draft_tokens, candidates(shapes.steps - 1, shapes.topk) + 1)
+    lower = run("draft phase, a level fewer", "draft", few, steps=shapes.steps - 1, draft_tokens=tokens)
+    kinds = {kind: run(f"check phase, {kind}", "check", gemma4_e4b(*layers)) for kind, layers in KINDS.items()}
+    document["kernels_for_each_further"] = {kind: count - check for kind, count in kinds.items()} | {
+        "draft_level": draft - lower
+    }
+    print(f"kernels for each further: {document['kernels_for_each_further']}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles a speculative step for a GPU without having one.")
     parser.add_argument("--layers", type=int, default=32, help="of the target; fewer to be quick")
@@ -275,6 +313,7 @@ def main() -> None:
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--start", action="store_true", help="time the first programs of an engine")
     parser.add_argument("--block", action="store_true", help="steps with a block head, for Qwen3-8B")
+    parser.add_argument("--assistant", action="store_true", help="a step of Gemma 4 E4B with its assistant")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
     if arguments.layers < 4 or arguments.steps < 2:
@@ -301,6 +340,11 @@ def main() -> None:
         assert kind is not None, gpu.kind
         blocks(shapes, gpu.place, kind.name, document)
         finish("gpu-block", document, record=arguments.record)
+        return
+    if arguments.assistant:
+        document["shapes"] = shapes._replace(pool=shapes.pool._asdict())._asdict()
+        assistants(shapes, gpu.place, document)
+        finish("gpu-assistant", document, record=arguments.record)
         return
     model = llama_8b(shapes.layers)
     floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps, quantization=shapes.head_weights))

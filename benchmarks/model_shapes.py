@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax import ModelConfig, RopeConfig
 from specjax.checkpoint.block_head import default_block_features
-from specjax.config import BlockConfig, DeltaNet, Experts, HeadConfig
+from specjax.config import AssistantConfig, BlockConfig, DeltaNet, Experts, HeadConfig, LayerKinds
 from specjax.models import init_params, table
 from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, dimensions, input_letters, is_product, map_leaves, output_major
 
 ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
@@ -54,6 +56,30 @@ def qwen3_5_27b(layers: int) -> ModelConfig:
     return ModelConfig(
         "qwen3_next", 248320, 5120, 17408, layers, 24, 4, 256, 1e-6, RopeConfig(theta=1e7, partial=0.25), 262144,
         tied_embeddings=False, delta=delta, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def gemma4_e4b(own: str = "sssssf" * 4, shared: str = "sssssf" * 3) -> ModelConfig:
+    """Layers with keys of their own, then layers that share them; s with a window, f without."""
+    kinds = LayerKinds(512, 2, shared=len(shared), inputs=256, input_vocab=262144)
+    return ModelConfig(
+        "gemma4", 262144, 2560, 10240, len(own + shared), 8, 2, 256, 1e-6,
+        RopeConfig(1e6, "proportional", partial=0.25), 131072, tied_embeddings=True,
+        windows=tuple(512 if kind == "s" else None for kind in own + shared), window_rope=RopeConfig(1e4),
+        query_scale=1.0, logit_softcap=30.0, kinds=kinds, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def assistant_head(target: ModelConfig) -> AssistantConfig:
+    """The assistant of E4B."""
+    kinds = replace(cast(LayerKinds, target.kinds), shared=4, inputs=0, input_vocab=0)
+    layer = replace(
+        target, hidden_size=256, intermediate_size=2048, num_layers=4, num_heads=4, windows=(512, 512, 512, None),
+        logit_softcap=None, kinds=kinds,
+    )  # fmt: skip
+    return AssistantConfig(
+        layer=layer, target_layers=target.num_layers, count=1, vocab_size=target.vocab_size,
+        backbone_size=target.hidden_size, centroids=2048, best=32,
     )  # fmt: skip
 
 
@@ -159,9 +185,11 @@ def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1, *, quantiz
     return _fill(head_shapes(head, config, quantization), jax.random.key(seed))
 
 
-def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none") -> Any:
+def head_shapes(head: HeadConfig | AssistantConfig, config: ModelConfig, quantization: str = "none") -> Any:
     """Shapes of a head's parameters; `quantization`: none, int8, int4 or, of experts, mxfp4, in the layout of the
     loaded ones."""
+    if isinstance(head, AssistantConfig):
+        return _shapes(mtp_table(head), mtp_sizes(head), head.dtype, quantization)
     return _shapes(head_table(head), head_sizes(head, config.vocab_size), head.dtype, quantization)
 
 

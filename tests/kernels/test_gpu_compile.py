@@ -453,6 +453,22 @@ def test_a_delta_net_reads_its_weights_once(tree: tuple[int, int, int], most: in
     assert kernels <= most
 
 
+@pytest.mark.parametrize("tree", [(3, 3, 8), pytest.param((7, 1, 8), marks=slow)])
+def test_an_assistant_reads_the_targets_pages_in_one_graph(tree: tuple[int, int, int]) -> None:
+    """E4B's shapes, a layer of each kind, with keys of its own or shared; no copy of pages or of the output matrix."""
+    from gpu_compile import Shapes, compiled, programs
+    from model_shapes import gemma4_e4b
+
+    from specjax import PoolShape
+
+    shapes = Shapes(4, *tree, 1, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), "pallas")
+    chosen = programs(shapes, gpu("h200").place, algorithm="ASSISTANT", config=gemma4_e4b("sf", "sf"))
+    record = compiled(chosen["step"], dict(NVIDIA_OPTIONS))
+    print(f"{tree}: {record['kernels_every_call']} kernels, {record['temp_bytes'] / 1e6:.1f} MB of temporaries")
+    check(record)
+    assert record["temp_bytes"] < 128e6, "the pages of a layer with a window have 537 MB, the output matrix 134"
+
+
 def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
     from ptx import described_device
 
