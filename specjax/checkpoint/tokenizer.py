@@ -42,6 +42,8 @@ def load_tokenizer(
     from specjax.checkpoint.template_sandbox import bound_templates
 
     bound_templates()
+    if folder is None and chat_template is None and files.chat_template is not None:
+        chat_template = str(files.chat_template)
     template = check_tokenizer_paths(folder, chat_template)
     if folder is not None:
         files = replace(files, folder=Path(folder))

@@ -217,6 +217,7 @@ class ModelFiles:
     folder: Path  # of config.json, tokenizer files and weights
     config: Mapping[str, Any] = field(compare=False)  # config.json; see `read_folder` for `tie_word_embeddings`
     weights: tuple[Path, ...]  # the safetensors shards
+    chat_template: Path | None = None  # replaces the tokenizer's own; None: the tokenizer's own
 
     @cached_property
     def headers(self) -> dict[str, TensorEntry]:

@@ -9,6 +9,7 @@ runtime        what launches a batch, `dispatch`, and reads it, `collect`; `devi
 sequence       a request: its output, its pages, its result; `text`: tokens to text, stop strings
 grammar        structured output; `grammar_steps`: steps with masks from the host
 intake         requests from prompts and `sampling_params`; `generation`: completions and streams
+chat           a model's calls and reasoning: `message_format` the format and its parser, `calls`, `tools` the functions
 memory         a plan of what each device holds, and the size of the KV pool
 """
 

@@ -36,6 +36,8 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import estimated_ratio
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params, Speculation
 from specjax.drafters.check import check_custom
+from specjax.engine.chat.message_format import AnswerForm, Reply, answer_form
+from specjax.engine.chat.tools import Tools
 from specjax.engine.config import EngineConfig
 from specjax.engine.device import Device, Resident, admission
 from specjax.engine.draft_policy import DraftPolicy
@@ -76,6 +78,8 @@ DEFAULT_CONFIG = EngineConfig()
 IDLE_SECONDS = 0.002  # pause of a step in which nothing can run
 
 Samplings: TypeAlias = Sampling | List[Sampling | None] | None
+Functions: TypeAlias = List[Mapping[str, Any] | Callable[..., Any]]
+"""Functions that a model may call: in OpenAI's form, or of Python."""
 
 
 class Engine:
@@ -239,6 +243,12 @@ class Engine:
         engine = cls(**loaded._asdict(), config=config)
         engine.programs.progress = progress
         return engine
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """The format of the model's calls and reasoning, from its chat template; replace it to set another parser:
+        `answer_form(engine.tokenizer, tool_call_parser="llama3")` of `specjax.engine.chat.message_format`."""
+        return answer_form(self.tokenizer)
 
     @property
     def params(self) -> Params:
@@ -520,18 +530,27 @@ class Engine:
 
     @overload
     def generate(
-        self, prompts: Prompts, sampling: Samplings = None, *, stream: Literal[False] = False
-    ) -> list[Completion]: ...
+        self, prompts: Prompts, sampling: Samplings = None, *, stream: Literal[False] = False,
+        tools: Functions = (), tool_choice: str = "auto",
+    ) -> list[Completion]: ...  # fmt: skip
     @overload
     def generate(
-        self, prompts: Prompt, sampling: Samplings = None, *, stream: Literal[False] = False
-    ) -> Completion: ...
+        self, prompts: Prompt, sampling: Samplings = None, *, stream: Literal[False] = False,
+        tools: Functions = (), tool_choice: str = "auto",
+    ) -> Completion: ...  # fmt: skip
     @overload
     def generate(
-        self, prompts: Prompt | Prompts, sampling: Samplings = None, *, stream: Literal[True]
-    ) -> Iterator[StreamChunk]: ...
+        self, prompts: Prompt | Prompts, sampling: Samplings = None, *, stream: Literal[True],
+        tools: Functions = (), tool_choice: str = "auto",
+    ) -> Iterator[StreamChunk]: ...  # fmt: skip
     def generate(
-        self, prompts: Any, sampling: Samplings = None, *, stream: bool = False
+        self,
+        prompts: Any,
+        sampling: Samplings = None,
+        *,
+        stream: bool = False,
+        tools: Functions = (),
+        tool_choice: str = "auto",
     ) -> Completion | list[Completion] | Iterator[StreamChunk]:
         """Completes prompts.
 
@@ -540,6 +559,11 @@ class Engine:
             sampling: parameters for all prompts, or a list with one entry per prompt. Missing fields take the model's
                 defaults (`sampling_defaults`), then `SamplingParams`' own; a `SamplingParams` is used unchanged.
             stream: yield `StreamChunk`s as tokens come. The requests start when the first chunk is taken.
+            tools: functions that the model may call, in OpenAI's form, or as Python functions with annotations and a
+                docstring that describes each argument. The prompts must be lists of messages, for which `message` and
+                `tool_calls` of a completion are ready to use.
+            tool_choice: auto: the model chooses; required, or the name of a function: the answer is a call; none: the
+                model sees no functions.
 
         Returns:
             A `Completion` for one prompt, a list of them in order for a list, or an iterator of `StreamChunk`.
@@ -548,18 +572,27 @@ class Engine:
             ValueError: a prompt or a parameter is wrong; nothing has been started.
         """
         single, pairs = with_sampling(prompts, sampling, self.sampling_defaults)
-        sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]
+        offered, sequences, replies = Tools.read(tools, tool_choice), list[Sequence](), list[Reply | None]()
+        for prompt, params in pairs:
+            options = None
+            if offered.functions or offered.must:
+                prompt, params, options = offered.applied(prompt, params, self.form)
+            sequences.append(sequence := self.intake.sequence(prompt, params))
+            thinking = options is not None and self.form.is_open(sequence.prompt, self.tokenizer)
+            replies.append(options and options.reply(thinking=thinking))
         if stream:
-            return self._stream(sequences)
-        done = self.complete(sequences)
+            return self._stream(sequences, replies)
+        done = self.complete(sequences, replies)
         return done[0] if single else done
 
-    def complete(self, sequences: list[Sequence]) -> list[Completion]:
-        """Runs sequences to their end. Raises as `_stream` does."""
-        last = {chunk.prompt_index: chunk.completion for chunk in self._stream(sequences, deltas=False)}
+    def complete(self, sequences: list[Sequence], replies: List[Reply | None] | None = None) -> list[Completion]:
+        """Runs sequences to their end. Raises as `_stream` does. `replies`: as in `DeltaReader`, for each."""
+        last = {chunk.prompt_index: chunk.completion for chunk in self._stream(sequences, replies, deltas=False)}
         return [done for _, done in sorted(last.items()) if done is not None]
 
-    def _stream(self, sequences: list[Sequence], *, deltas: bool = True) -> Iterator[StreamChunk]:
+    def _stream(
+        self, sequences: list[Sequence], replies: List[Reply | None] | None = None, *, deltas: bool = True
+    ) -> Iterator[StreamChunk]:
         """Yields the text of sequences as it comes, or without `deltas` once at its end. Reads the sequences, not the
         report of `step`, because other threads may step the engine between two chunks.
 
@@ -567,7 +600,8 @@ class Engine:
             ValueError: a request with one of their ids is running.
             EngineError: a step fails, in this thread or another.
         """
-        left = [DeltaReader(sequence, index) for index, sequence in enumerate(sequences)]
+        parsed = zip(sequences, replies or [None] * len(sequences), strict=True)
+        left = [DeltaReader(sequence, index, reply) for index, (sequence, reply) in enumerate(parsed)]
         try:
             for sequence in sequences:
                 self.enqueue(sequence)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import traceback
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from specjax.engine.chat.message_format import Reply
 from specjax.engine.sequence import (
     Completion,
     PromptLogprob,
@@ -58,6 +60,8 @@ class StreamChunk(NamedTuple):
         cached_tokens: prompt tokens from the prefix cache.
         origins: origins of the same tokens, whose texts join to `text`, if requested.
         scores: log-probabilities of the prompt, for `prompt_logprobs`, in the first chunk; None: not requested.
+        deltas: with `tools`, the new parts of the message, in the form of OpenAI's deltas: `content`,
+            `reasoning_content` and `tool_calls`. `text` is all that the model wrote.
     """
 
     prompt_index: int
@@ -68,6 +72,7 @@ class StreamChunk(NamedTuple):
     cached_tokens: int = 0
     origins: tuple[TokenOrigin, ...] = ()
     scores: PromptLogprobs | None = None
+    deltas: tuple[dict[str, Any], ...] = ()
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:
@@ -76,10 +81,15 @@ class StreamChunk(NamedTuple):
 
 
 class DeltaReader:
-    """Cuts the output of one sequence into stream deltas. Not thread-safe. `index`: of its prompt in the call."""
+    """Cuts the output of one sequence into stream deltas. Not thread-safe.
 
-    def __init__(self, sequence: Sequence, index: int = 0) -> None:
-        self.sequence, self._index = sequence, index
+    Args:
+        index: of its prompt in the call.
+        reply: parses the text into a message; None: the message is not parsed.
+    """
+
+    def __init__(self, sequence: Sequence, index: int = 0, reply: Reply | None = None) -> None:
+        self.sequence, self._index, self._reply = sequence, index, reply
         self.tokens = 0  # number of tokens sent
         self._characters = 0  # number of characters sent
         self._whole = 0  # number of tokens whose text was all sent, with their log-probabilities and origins
@@ -110,6 +120,9 @@ class DeltaReader:
             return None
         text, tokens = stream.text[self._characters : settled], output.tokens[self.tokens : count]
         done = completion(sequence) if finished else None
+        deltas = () if self._reply is None else tuple(self._reply.feed(text, last=finished))
+        if done is not None and self._reply is not None:
+            done = replace(done, message=self._reply.message())
         scores = None if self._scores_sent else output.prompt_logprobs
         start, self._scores_sent = self._whole, True
         self._characters, self.tokens, self._whole = settled, self.tokens + len(tokens), max(start, whole)
@@ -122,6 +135,7 @@ class DeltaReader:
             cached_tokens=output.cached or 0,
             origins=tuple(output.token_origins(start, whole)) if origins else (),
             scores=scores,
+            deltas=deltas,
         )
 
     def _whole_tokens(self, settled: int) -> int:

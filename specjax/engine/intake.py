@@ -21,7 +21,16 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from specjax.checkpoint.control_tokens import ControlTokens
-from specjax.checkpoint.prompts import HARMONY, Prompt, ThinkMarks, begins_thinking, encode, prompt_tail, think_marks
+from specjax.checkpoint.prompts import (
+    HARMONY,
+    Chat,
+    Prompt,
+    ThinkMarks,
+    begins_thinking,
+    encode,
+    prompt_tail,
+    think_marks,
+)
 from specjax.engine.grammar import HARMONY_MARKS, Constraint, GrammarError, Grammars, Reasoning, harmony_turn
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, SamplingParams
 from specjax.engine.sequence import PromptLogprobs, Sequence, SequenceOutput
@@ -326,7 +335,7 @@ def with_sampling(
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         forms = "a string, a list of token ids, a list of messages, or a list of these"
         raise TypeError(f"prompts must be {forms}, got {prompts!r:.60}")
-    items: Any = prompts if isinstance(prompts, str) else list(prompts)
+    items: Any = prompts if isinstance(prompts, str | Chat) else list(prompts)
     single = isinstance(items, str) or (bool(items) and isinstance(items[0], int | np.integer | Mapping))
     batch = cast(list[Any], [items] if single else items)
 

@@ -399,6 +399,8 @@ class Completion:
         origins: origin of each drawn token; None: not requested.
         scores: log-probabilities of the prompt, for `prompt_logprobs`; None: not requested.
         drafted_steps: decode steps that drafted; the others were plain. AUTO drafts only where that is faster.
+        message: with `tools`, `text` as the assistant's message in OpenAI's form, to append to the messages; None: no
+            tools were given.
     """
 
     id: str
@@ -416,6 +418,13 @@ class Completion:
     origins: list[TokenOrigin] | None = None
     scores: PromptLogprobs | None = None
     drafted_steps: int = 0
+    message: dict[str, Any] | None = None
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of `message` in OpenAI's form: `{"id", "type", "function": {"name", "arguments"}}`, with arguments
+        as JSON text. The text of an answer that was cut off may end inside of them."""
+        return list((self.message or {}).get("tool_calls", ()))
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:

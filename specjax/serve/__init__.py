@@ -5,7 +5,6 @@ fields           reads and checks request bodies; then `openai_requests` and `to
 tokenising       the sequences of a request, made in threads
 runner           `Service` and `Runner`, the engine's thread; `delivery` carries its stream deltas to the event loop
 openai_answers   answers of OpenAI's routes; `sglang_generate` has the body and the answer of `/generate`
-message_format   the format of calls and reasoning, and the parser of messages; `calls` parses calls
 control          other routes; `metrics` is their source
 server           the process and its connections; `middleware` limits requests, `server_settings` has the flags
 dialects         two further interfaces, which `specjax.cli.serve` adds

@@ -25,14 +25,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from specjax.checkpoint.prompts import HARMONY, begins_thinking, prompt_tail
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.chat.message_format import AnswerForm, answer_form
 from specjax.engine.sequence import AbortCode, Sequence
 from specjax.serve.control import add_control_routes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import INVALID, ApiError, ErrorAnswer, ErrorForm, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, BodyRoute
-from specjax.serve.message_format import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, MAX_METHOD, Gate, check_state, shown_path
 from specjax.serve.openai_answers import FINGERPRINT, Answer, Echo, OpenAIAnswer, TokenNames, echo_of
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest, TaskBody, check_model
@@ -128,8 +127,7 @@ class Generation:
             check_state(runner)
             runner.submit(listener)
         prompt, tokenizer = sequences[0].prompt, runner.engine.tokenizer
-        harmony = self.form.harmony and prompt_tail(prompt, tokenizer).endswith(HARMONY)
-        thinking = task.reply is not None and (harmony or bool(begins_thinking(prompt, tokenizer)))
+        thinking = task.reply is not None and self.form.is_open(prompt, tokenizer)
         answer = make(Queued(id, task, sequences, thinking, echoes))
         chunks, end = checked_chunks(listener, task, answer), functools.partial(runner.abort, sequences)
         if body.stream:

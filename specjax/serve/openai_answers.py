@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from specjax import __version__
 from specjax.checkpoint.prompts import Prompt
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.chat.message_format import PLAIN, AnswerForm, Reply
 from specjax.engine.sequence import PromptLogprob, TokenLogprob, TokenOrigin, accept_histogram
 from specjax.engine.text import TextStream, token_bytes
 from specjax.serve.errors import ApiError
-from specjax.serve.message_format import PLAIN, AnswerForm, Reply
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest
 from specjax.serve.tokenising import Task
 

@@ -13,6 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
+from specjax.engine.chat.message_format import AnswerForm, Effort
+from specjax.engine.chat.tools import Tools
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.engine.sampling_params import GRAMMARS, SamplingParams
 from specjax.limits import ParameterError, setting_of
@@ -34,9 +36,8 @@ from specjax.serve.fields import (
     at_most,
     texts,
 )
-from specjax.serve.message_format import AnswerForm, Effort
 from specjax.serve.tokenising import Rules, Task, check_capacity, read_prompts, refusal
-from specjax.serve.tools import ToolFields
+from specjax.serve.tools import ToolFields, refused
 
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
@@ -455,14 +456,14 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields, ChatFields):
         return dataclasses.replace(task, n=self.n or 1)
 
 
-def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]], effort: tuple[str, str | None]) -> Chat:
+def with_tools(chat: Chat, form: AnswerForm, tools: Tools, effort: tuple[str, str | None]) -> Chat:
     """A chat for the model's template, with earlier calls in the model's form and the offered functions. `effort`: as
     in `chat_task`. Raises an ApiError for an unsupported effort."""
     field, value = effort
     if value is not None and form.efforts is not None and value not in form.efforts:
         problem = f"{field} {value!r} is not supported by this model's chat template; it supports"
         raise bad_request(f"{problem} {', '.join(form.efforts)}", field, "unsupported")
-    more = {"tools": offered} if offered else {}
+    more: dict[str, Any] = {"tools": tools.offered} if tools.offered else {}
     more |= {} if value is None else {"reasoning_effort": value}
     sanitize = chat.sanitize_control_tokens
     return Chat(form.for_template(list(chat)), {**chat.template, **more}, sanitize_control_tokens=sanitize)
@@ -481,22 +482,18 @@ def chat_task(
 
     Args:
         functions: the functions of `body`, in the form of chat completions.
-        make: makes the sampling parameters; called with the grammar and the special tokens that the text keeps.
+        make: makes the sampling parameters; called with the fields of `Tools.plan`.
         field: name of the field with the prompt, which `chat` makes.
         effort: the field with the effort of reasoning, and its value.
     """
     form, hide = rules.form, body.skip_special_tokens is not False
-    offered = functions.offered(form)
+    tools = functions.chosen(form)
     asks, answer = chosen(body, body.asked)
-    grammar = functions.constraint(form, offered, answer, asks)
-    # A grammar can begin after the reasoning only if a token ends it.
-    free = form.end_think is not None or (answer is None and not (offered and functions.must))
-    reply = functions.reply(form, offered, hide=hide, reasoning=free)
-    special = () if reply is None else tuple(sorted(reply.hidden))
-    reasoning = reply is not None and reply.reasoning
-    params = make(kept_special_tokens=special, grammar=grammar, stop_after_reasoning=reasoning or form.harmony)
-    names = body.names | ({} if grammar is answer else {"grammar": "tools"})
-    return Task([with_tools(chat(), form, offered, effort)], [params], [names], prompt_field=field, reply=reply)
+    with refused():
+        reply, fields = tools.plan(form, answer, asks, hide=hide)
+    params = make(**fields)
+    names = body.names | ({} if fields["grammar"] is answer else {"grammar": "tools"})
+    return Task([with_tools(chat(), form, tools, effort)], [params], [names], prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):

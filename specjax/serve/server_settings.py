@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specjax.serve.message_format import AUTO, GPT_OSS, NONE, PARSERS
+from specjax.engine.chat.message_format import AUTO, GPT_OSS, NONE, PARSERS
 from specjax.settings import setting
 
 THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo", "gemma4", GPT_OSS)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from specjax.checkpoint.prompts import Prompt
+from specjax.engine.chat.message_format import PLAIN, AnswerForm, ReplyOptions
 from specjax.engine.intake import Intake
 from specjax.engine.sampling_params import SamplingParams, later_seed
 from specjax.engine.sequence import Sequence
 from specjax.limits import ParameterError
 from specjax.serve.errors import INVALID, ApiError, bad_request, shown
 from specjax.serve.fields import whole
-from specjax.serve.message_format import PLAIN, AnswerForm, ReplyOptions
 
 MAX_SCORES = 2**20
 """Maximum number of log-probabilities of prompts in an answer, including the most likely tokens. The answer is made in

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.checkpoint.prompts import END_THINK, THINK
 from specjax.engine import FinishReason, SamplingParams
+from specjax.engine.chat.message_format import ReplyOptions
 from specjax.engine.generation import DeltaReader
 from specjax.engine.intake import Intake
 from specjax.engine.sequence import RawLogprob, Status
 from specjax.engine.text import Detokenizer, TextStream, Thoughts
-from specjax.serve.message_format import ReplyOptions
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = [

@@ -10,7 +10,7 @@ from tool_helpers import scripted_engine, scripted_model
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import Engine
-from specjax.serve.calls import Harmony
+from specjax.engine.chat.calls import Harmony
 
 # As the published template: instructions and functions share a message, the first message alone can be an instruction,
 # and other roles than assistant, tool and user render nothing.

@@ -17,8 +17,8 @@ from toy_models import Toy, table_model, table_row
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import Engine
-from specjax.serve.calls import Harmony
-from specjax.serve.message_format import PARSERS, Reply, ReplyOptions
+from specjax.engine.chat.calls import Harmony
+from specjax.engine.chat.message_format import PARSERS, Reply, ReplyOptions
 
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
 MARKERS = tuple(

@@ -6,6 +6,7 @@ import functools
 import json
 import operator
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from specjax.checkpoint import (
     stop_token_ids,
 )
 from specjax.checkpoint.files import default_cache_dir
+from specjax.engine.chat.calls import Hermes
+from specjax.engine.chat.message_format import answer_form
 from specjax.models import table
 from specjax.models.params import dimensions, placements, tensors_of
 
@@ -85,6 +88,30 @@ def test_special_ids_and_chat_template(files):
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert tokens.count(1) == 3
     assert tokens.count(2) == 2
+
+
+def test_template_with_functions(files):
+    """Without functions it renders the model's own template; with functions, the prompt shows them."""
+    ours, own = load_tokenizer(files), load_tokenizer(replace(files, chat_template=None))
+    assert "tools" not in own.chat_template
+    rules, ask, say = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+    for messages in ([ask], [rules, ask], [ask, say, ask], [rules], [ask, rules, ask]):
+        for more in (True, False):
+            texts = [
+                each.apply_chat_template(messages, tokenize=False, add_generation_prompt=more) for each in (ours, own)
+            ]
+            assert texts[0] == texts[1]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": [1, "x"]}}}
+    messages = [rules, ask, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    messages += [{"role": "tool", "content": "22"}, {"role": "tool", "content": "33"}]
+    text = ours.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\nsystem\n\n") and '{"name": "add", "parameters"' in text
+    assert text.count("<|im_start|>system") == 1 and text.count('{"name": "add", "arguments": {"a": [1, "x"]}}') == 2
+    _, results = text.split("</tool_call><|im_end|>\n<|im_start|>user\n")[1:]
+    assert "22" in results and "33" in results.split("<|im_end|>\n<|im_start|>assistant\n")[0]
+    form = answer_form(ours)
+    assert form.parser is Hermes and form.refusal is None and not form.thinks
 
 
 def test_round_trip_and_single_digits(files):

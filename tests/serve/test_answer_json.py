@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tool_helpers import CALLS, calls_of, hidden, joined
 
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.chat.message_format import PARSERS, AnswerForm
 from specjax.serve.dialects.anthropic import MessagesAnswer, MessagesRequest
 from specjax.serve.dialects.responses import ResponsesAnswer, ResponsesRequest
-from specjax.serve.message_format import PARSERS, AnswerForm
 from specjax.serve.openai_answers import Answer, OpenAIAnswer, TokenNames
 from specjax.serve.openai_requests import ChatRequest, CompletionRequest
 from specjax.serve.sglang_generate import GenerateAnswer, GenerateRequest

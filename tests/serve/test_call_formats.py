@@ -18,12 +18,13 @@ from grammar_helpers import follows
 from tool_helpers import MARKERS, NOOP, WEATHER, tool_tokenizer
 
 from specjax.checkpoint.prompts import begins_thinking, render_chat
+from specjax.engine.chat.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
+from specjax.engine.chat.message_format import PARSERS, ReplyOptions, answer_form, short_id
+from specjax.engine.chat.tools import Tools, any_arguments, call_grammar
 from specjax.engine.grammar import WORD, Constraint, Grammar, GrammarError, Grammars
-from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
-from specjax.serve.message_format import PARSERS, ReplyOptions, answer_form, short_id
 from specjax.serve.tokenising import Rules
-from specjax.serve.tools import Tool, any_arguments, call_grammar
+from specjax.serve.tools import ToolFields
 
 # Templates. By family: template, parser, whether it thinks, how it ends the prompt of `TURNS`.
 
@@ -178,10 +179,11 @@ def test_prompt_begins_thoughts(tail, begun):
 
 def test_functions_for_the_template_have_all_members():
     """Some templates concatenate the description to text, which fails without one."""
-    tool = Tool.read(NOOP | {"function": NOOP["function"] | {"strict": True}}, Reading())
+    tools = [NOOP | {"function": NOOP["function"] | {"strict": True}}, WEATHER]
     function = {"name": "noop", "description": "", "parameters": {"type": "object", "properties": {}}}
-    assert tool.for_template() == {"type": "function", "function": function}
-    assert Tool.read(WEATHER, Reading()).for_template() == WEATHER
+    form = answer_form(tool_tokenizer())
+    for read in (ToolFields.read({"tools": tools}, Reading()).chosen(form), Tools.read(tools, "auto").checked(form)):
+        assert read.offered == [{"type": "function", "function": function}, WEATHER] and read.strict == {"noop"}
 
 
 # Grammars: random texts of a grammar are read as calls.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tool_helpers import CALLS, calls_of, hidden, read, read_in_pieces
 
 from specjax.checkpoint.prompts import END_THINK, THINK
-from specjax.serve.calls import CallParser
-from specjax.serve.message_format import PARSERS, ReplyOptions
+from specjax.engine.chat.calls import CallParser
+from specjax.engine.chat.message_format import PARSERS, ReplyOptions
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 SCHEMAS: dict[str, Any] = {

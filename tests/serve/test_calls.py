@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_helpers import calls_of, hidden, read
 
-from specjax.serve.calls import Arguments, Call, Text, typed_value
-from specjax.serve.message_format import PARSERS, ReplyOptions
+from specjax.engine.chat.calls import Arguments, Call, Text, typed_value
+from specjax.engine.chat.message_format import PARSERS, ReplyOptions
 
 NAMES = ("add", "get_weather", "noop")
 STRING: dict[str, Any] = {"type": "string"}

@@ -17,9 +17,9 @@ from harmony_helpers import harmony_engine
 from server_helpers import Running, check_error, running
 from tool_helpers import ANTHROPIC, FLAT, TOOLS, ask, joined, tool_engine
 
-from specjax.serve.calls import Hermes
+from specjax.engine.chat.calls import Hermes
+from specjax.engine.chat.message_format import AnswerForm
 from specjax.serve.fields import IGNORED_HEADER
-from specjax.serve.message_format import AnswerForm
 
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SCHEMA = {

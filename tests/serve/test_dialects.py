@@ -21,10 +21,10 @@ from tool_helpers import ANTHROPIC, FLAT, TOOLS, WEATHER, ask, blocks_of, items_
 from specjax.checkpoint.prompts import END_THINK
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
-from specjax.serve.calls import Hermes
+from specjax.engine.chat.calls import Hermes
+from specjax.engine.chat.message_format import AnswerForm
 from specjax.serve.dialects.anthropic import MessagesRequest
 from specjax.serve.errors import ApiError
-from specjax.serve.message_format import AnswerForm
 from specjax.serve.openai_requests import ChatRequest
 
 USER, ASSISTANT = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "the hell"}

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from specjax.checkpoint.hf_config import stop_token_ids
 from specjax.checkpoint.prompts import CHANNELS, begins_thinking, think_marks
 from specjax.checkpoint.weights import ModelFiles
+from specjax.engine.chat.gemma_calls import Gemma4
+from specjax.engine.chat.message_format import PARSERS, ReplyOptions, answer_form
+from specjax.engine.chat.tools import call_grammar
 from specjax.engine.text import Thoughts
-from specjax.serve.gemma_calls import Gemma4
-from specjax.serve.message_format import PARSERS, ReplyOptions, answer_form
-from specjax.serve.tools import call_grammar
 
 TEMPLATE = (
     "{{ '<bos>' }}{% if tools or enable_thinking %}<|turn>system\n{% if enable_thinking %}<|think|>\n{% endif %}"

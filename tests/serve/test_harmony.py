@@ -18,10 +18,10 @@ from tool_helpers import TOOLS, ask, calls_of, joined, read, read_in_pieces
 
 from specjax.checkpoint.prompts import Chat, render_chat
 from specjax.engine import Completion, SamplingParams
+from specjax.engine.chat.calls import LIMIT, Arguments, Call, Harmony, Message, Text, Thought
+from specjax.engine.chat.message_format import ReplyOptions, answer_form
 from specjax.engine.grammar import Grammar
 from specjax.engine.text import FINAL, Thoughts
-from specjax.serve.calls import LIMIT, Arguments, Call, Harmony, Message, Text, Thought
-from specjax.serve.message_format import ReplyOptions, answer_form
 from specjax.serve.tokenising import Rules
 
 START, CHANNEL, MESSAGE, END = "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>"

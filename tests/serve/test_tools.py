@@ -22,10 +22,10 @@ from specjax.cli.flags import ServerSettings
 from specjax.drafters import make_speculation
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine.chat.message_format import answer_form
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.limits import ParameterError
 from specjax.serve.errors import INVALID
-from specjax.serve.message_format import answer_form
 
 PROMPT = "user:Say {}<|im_end|><|im_start|>"
 

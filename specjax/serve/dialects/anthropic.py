@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.chat.calls import strict_json
+from specjax.engine.chat.message_format import AnswerForm, Begin, Change, Effort, End, Grow, Part, Reply, ReplyOptions
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued, while_connected
-from specjax.serve.calls import strict_json
 from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
@@ -35,7 +36,6 @@ from specjax.serve.fields import (
     Values,
     texts,
 )
-from specjax.serve.message_format import AnswerForm, Begin, Change, Effort, End, Grow, Part, Reply, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,
@@ -420,7 +420,7 @@ def add_routes(app: FastAPI, generation: Generation) -> None:
         check_model(body.model, model)
         form, engine = generation.form, generation.runner.engine
         plain = body.chat(sanitize=generation.settings.sanitize_control_tokens)
-        chat = with_tools(plain, form, body.functions().offered(form), body.effort(form))
+        chat = with_tools(plain, form, body.functions().chosen(form), body.effort(form))
         try:
             job = generation.tokenising.submit(request.state.reading.size, lambda: len(engine.encode(chat)))
             return {"input_tokens": await while_connected(request, asyncio.wrap_future(job))}

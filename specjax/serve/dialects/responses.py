@@ -20,13 +20,13 @@ from starlette.responses import Response
 
 from specjax.checkpoint.prompts import Chat
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.chat.calls import strict_json
+from specjax.engine.chat.message_format import PLAIN, AnswerForm, Begin, Change, Effort, End, Grow, Part, ReplyOptions
 from specjax.engine.grammar import Grammar
 from specjax.serve.app import STREAM, Extension, Generation, Queued
-from specjax.serve.calls import strict_json
 from specjax.serve.dialects.answer_items import Items, assistant_turns, earlier_call, named_event, text_of
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Text, Values, texts
-from specjax.serve.message_format import PLAIN, AnswerForm, Begin, Change, Effort, End, Grow, Part, ReplyOptions
 from specjax.serve.openai_answers import Answer
 from specjax.serve.openai_requests import (
     EFFORT,

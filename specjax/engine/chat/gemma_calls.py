@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from specjax.serve.calls import LIMIT, MOST, CallParser, Found, Head, strict_json, typed_value
+from specjax.engine.chat.calls import LIMIT, MOST, CallParser, Found, Head, strict_json, typed_value
 
 MARK = '<|"|>'
 _HEAD = re.compile(r"\s*(?:call:)?\s*(?P<name>[^\s{}()<:]+)\s*(?=[{(])")

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from specjax.checkpoint.prompts import THINK_MARKS, ThinkMarks, think_marks
-from specjax.engine.text import Thoughts
-from specjax.serve.calls import (
+from specjax.checkpoint.prompts import HARMONY, THINK_MARKS, ThinkMarks, begins_thinking, prompt_tail, think_marks
+from specjax.engine.chat.calls import (
     Arguments,
     Call,
     CallParser,
@@ -43,7 +42,8 @@ from specjax.serve.calls import (
     Text,
     Thought,
 )
-from specjax.serve.gemma_calls import Gemma4
+from specjax.engine.chat.gemma_calls import Gemma4
+from specjax.engine.text import Thoughts
 
 AUTO, NONE, GPT_OSS = "auto", "none", "gpt-oss"
 GPT_OSS_EFFORTS = ("low", "medium", "high")
@@ -131,6 +131,11 @@ class AnswerForm:
         if self.parser is None:
             return "the format of this model's calls is unknown; set it with --tool-call-parser"
         return None
+
+    def is_open(self, prompt: Sequence[int], tokenizer: Any) -> bool:
+        """True if the prompt ends inside reasoning or, in the Harmony format, where a header follows."""
+        header = self.harmony and prompt_tail(prompt, tokenizer).endswith(HARMONY)
+        return header or bool(begins_thinking(prompt, tokenizer))
 
     def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Messages with earlier calls in the form of the model's template."""
