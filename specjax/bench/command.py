@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import sys
@@ -52,6 +53,10 @@ class BenchSettings:
     seed: int = setting(0, "seed of requests that sample", minimum=0)
     baseline: str | None = setting(None, "method that the others are compared with; default: the first")
     output: str = setting("runs/bench", "folder of the log, tables and pictures", metavar="FOLDER")
+    trees: bool = setting(
+        False, "keep the draft trees in trees/*.jsonl for `specjax viz --trees`; takes a few percent of the speed"
+    )
+    latex: bool = setting(False, "also write table.tex, a table for papers with booktabs; needs pandas")
     plots: str = setting(
         "auto", "pictures: auto = svg if matplotlib is installed, none", choices=("auto", "none", *results.PICTURES)
     )
@@ -108,7 +113,7 @@ def make_plan(bench: BenchSettings) -> Plan:
     sets = read_sets(bench.sets, data=data, limit=bench.limit, turns=bench.turns)
     return Plan(
         tuple(methods), tuple(sets), temperatures, batches, baseline, bench.max_new_tokens, bench.repeats, bench.seed,
-        bench.ignore_eos,
+        bench.ignore_eos, bench.trees,
     )  # fmt: skip
 
 
@@ -134,13 +139,15 @@ def compare(
     """Measures, prints and writes. Returns the command's summary. `plan`, `source`: by default those of the settings;
     others may have methods that are not ours."""
     started = time.perf_counter()
+    if chosen.bench.latex and importlib.util.find_spec("pandas") is None:
+        raise ValueError(f"--latex needs pandas, which is not installed: {results.INSTALL}")
     plan, picture = plan or make_plan(chosen.bench), results.picture_format(chosen.bench.plots)
     build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
     head = machine("jaxlib", "flax")
     source = source or Source(dict(vars(chosen.model)), progress=progress)
-    experiment = Experiment(plan, source, log, progress=progress)
+    experiment = Experiment(plan, source, log, folder / "trees", progress=progress)
     for name, ids in experiment.left_out.items():
         print(f"{name}: {len(ids)} conversations are left out, which exceed the model's context", file=sys.stderr)
     experiment.run()
@@ -152,6 +159,8 @@ def compare(
     }  # fmt: skip
     write_text(folder / "results.json", json.dumps(document, indent=1) + "\n")
     write_text(folder / "table.md", results.as_markdown(rows))
+    if chosen.bench.latex:
+        write_text(folder / "table.tex", results.as_latex(rows))
     print(results.as_text(rows), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
     print(f"All columns: {folder / 'table.md'}")

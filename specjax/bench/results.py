@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,27 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(map(str.ljust, line, widths))} |\n" for line in table]
     rule = "|".join("-" * (width + 2) for width in widths)
     return "".join([lines[0], f"|{rule}|\n", *lines[1:]])
+
+
+def as_latex(rows: Sequence[Row]) -> str:
+    """Speed-up and accept length of each method, in columns by set. The packages booktabs and multirow show it."""
+    import pandas
+
+    values, index = ["speed-up", "accept length"], ["T", "batch", "method"]
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    short = dict(zip(sets, titles(sets), strict=True))
+    lines = [
+        {"T": f"{row['temperature']:g}", "batch": row["batch"], "method": row["method"], "set": short[row["set"]]}
+        | {"speed-up": row["speed_up"]["value"], "accept length": row["accept_length"]}
+        for row in rows
+    ]
+    frame = pandas.DataFrame(lines)
+    orders = {name: list(dict.fromkeys(frame[name])) for name in (*index, "set")}
+    table = frame.pivot(index=index, columns="set", values=values).swaplevel(axis=1)
+    table = table.reindex(columns=[(name, value) for name in orders["set"] for value in values])
+    table = table.reindex([key for key in product(*(orders[name] for name in index)) if key in table.index])
+    table.columns.names = [None, None]
+    return table.to_latex(escape=True, float_format="%.2f", multicolumn_format="c")
 
 
 def as_text(rows: Sequence[Row]) -> str:

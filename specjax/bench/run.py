@@ -19,10 +19,13 @@ from zlib import crc32
 from specjax.bench.methods import Method, Run, Source
 from specjax.bench.results import VERDICTS, Sample, add_histograms, row
 from specjax.bench.sets import ALL, Conversation, PromptSet
+from specjax.checkpoint.files import write_text
 from specjax.checkpoint.prompts import encode
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.progress import progress_bar
+from specjax.state import StepTree
+from specjax.tree import NO_TOKEN
 
 NEAR = 1e-3
 """Largest difference of two float32 logits that counts as a tie: the last bits of a matrix product depend on its shape
@@ -93,15 +96,18 @@ class Plan:
     repeats: int = 1
     seed: int = 0
     ignore_eos: bool = False
+    trees: bool = False  # keep the draft trees
 
 
 class Experiment:
-    """Measures the parts of a plan that the log lacks."""
+    """Measures the parts of a plan that the log lacks. `trees`: folder for the draft trees, if the plan keeps them."""
 
     def __init__(
-        self, plan: Plan, source: Source, log: Log | dict[tuple[Any, ...], Any], *, progress: bool = True
+        self, plan: Plan, source: Source, log: Log | dict[tuple[Any, ...], Any], trees: Path = Path("trees"), *,
+        progress: bool = True,
     ) -> None:  # fmt: skip
         self.plan, self.source, self.log, self._progress = plan, source, log, progress
+        self._trees = trees
         for method in plan.methods:
             source.load(method)
         self._tokenizer, self._target = source.first.tokenizer, source.first.target.config
@@ -142,7 +148,8 @@ class Experiment:
         longest = max(self.max_tokens(conversation) for part in self.sets.values() for conversation in part)
         room = batch * (longest + 256)  # steps in flight commit past the end
         return EngineConfig(
-            max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed
+            max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed,
+            trace=self.plan.trees,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -185,12 +192,19 @@ class Experiment:
         title = f"{name}, T={temperature:g}" + (f", batch {batch}" if batch > 1 else "")
         title += f", repeat {repeat + 1} of {self.plan.repeats}" if self.plan.repeats > 1 else ""
         runs: dict[str, list[tuple[Sample, list[Turn]]]] = {method: [] for method in methods}
+        answers: list[dict[str, Any]] = []
         with progress_bar(title, len(parts) * len(methods), "run", shown=self._progress) as bar:
             for index, group in enumerate(parts):
                 first = (index + repeat) % len(methods)
                 for method in methods[first:] + methods[:first]:
-                    runs[method].append(self._complete(engines[method], group, temperature))
+                    sample, turns, done = self._complete(engines[method], group, temperature)
+                    runs[method].append((sample, turns))
+                    answers += [{"method": method, **answer} for answer in done]
                     bar.update()
+        if self.plan.trees:
+            self._trees.mkdir(parents=True, exist_ok=True)
+            file = f"{name.replace('/', '-')}-T{temperature:g}-batch{batch}-repeat{repeat}.jsonl"
+            write_text(self._trees / file, "".join(f"{json.dumps(answer)}\n" for answer in answers))
         gap = partial(logit_gap, engines[self.plan.baseline]) if temperature == 0 else None
         return [
             asdict(replace(sample, method=method, repeat=repeat, texts=compare_texts(turns, baseline_turns, gap)))
@@ -200,14 +214,16 @@ class Experiment:
 
     def _complete(
         self, engine: Engine, group: Sequence[Conversation], temperature: float
-    ) -> tuple[Sample, list[Turn]]:  # fmt: skip
-        """Completes all turns of a group. The sample lacks method, repeat and verdicts."""
+    ) -> tuple[Sample, list[Turn], list[dict[str, Any]]]:
+        """Completes all turns of a group. The sample lacks method, repeat and verdicts. The last result has the trees
+        of each answer, if they are kept."""
         messages: list[list[dict[str, str]]] = [[] for _ in group]
         sampling = SamplingParams(
             max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
         )
         turns: list[Turn] = []
         runs: list[Run] = []
+        answers: list[dict[str, Any]] = []
         for turn in range(max(len(conversation.turns) for conversation in group)):
             rows = [i for i, conversation in enumerate(group) if turn < len(conversation.turns)]
             for i in rows:
@@ -219,6 +235,7 @@ class Experiment:
             for i, prompt, answer in zip(rows, prompts, runs[-1].completions, strict=True):
                 messages[i].append({"role": "assistant", "content": self._text(answer.output_ids)})
                 turns.append((prompt, answer.output_ids))
+                answers.append({"conversation": group[i].id, "turn": turn + 1, **self._described(answer.trees)})
         done = [answer for run in runs for answer in run.completions]
         nodes = sum((run.nodes for run in runs), Counter[int]())
         sample = Sample(
@@ -230,7 +247,15 @@ class Experiment:
             drafted_steps=sum(answer.drafted_steps for answer in done),
             nodes={str(n): count for n, count in sorted(nodes.items())},
         )  # fmt: skip
-        return sample, turns
+        return sample, turns, answers
+
+    def _described(self, trees: Sequence[StepTree]) -> dict[str, Any]:
+        """Trees as JSON-like values, with the texts of their tokens."""
+        tokens = {token for tree in trees for leaf in (tree.tokens, tree.drawn) for token in leaf.tolist()} - {NO_TOKEN}
+        return {
+            "texts": {token: self._tokenizer.decode([token]) for token in sorted(tokens)},
+            "trees": [{name: leaf.tolist() for name, leaf in vars(tree).items()} for tree in trees],
+        }
 
     def _text(self, tokens: list[int]) -> str:
         """An answer's text for the next turn's prompt."""

@@ -1,21 +1,26 @@
 """Draws the draft tree of one decode step after verification.
 
 specjax viz --prompt "Count from one to twenty." --output tree.svg
+specjax viz --trees runs/bench/trees/mt_bench-T0-batch1-repeat0.jsonl --output tree.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.drafters import Auto, options_of
 from specjax.settings import Parser
 from specjax.state import StepTree
-from specjax.viz.drawing import draw_steps
+from specjax.viz.drawing import Text, draw_steps
 
 
 def most_telling(trees: list[StepTree]) -> int:
@@ -26,7 +31,12 @@ def most_telling(trees: list[StepTree]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="specjax viz", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompt", required=True, help="a user's message")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="a user's message, which the model answers")
+    source.add_argument(
+        "--trees", metavar="FILE", help="trees of `specjax bench --trees`; the flags of models are unused"
+    )
+    parser.add_argument("--answer", type=int, help="with --trees: line of the file, from 1 (default: the best step's)")
     parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
     target = "the target: alias, folder, .gguf or hub id"
     parser.add_argument("--model", "--model-path", default=BUILT_IN_MODEL, help=target)
@@ -39,10 +49,39 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")
     args = parser.parse_args(arguments)
     try:
-        print(draw(args))
+        print(draw(args) if args.trees is None else draw_kept(args))
     except (ValueError, NotImplementedError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+def draw_kept(args: argparse.Namespace) -> str:
+    """Draws a step of a file that `specjax bench --trees` wrote. Returns the line to print."""
+    answers = [json.loads(line) for line in Path(args.trees).read_text(encoding="utf-8").splitlines()]
+    kept = [[StepTree(**_arrays(tree)) for tree in answer["trees"]] for answer in answers]
+    if args.answer is not None and not 1 <= args.answer <= len(answers):
+        raise ValueError(f"--answer {args.answer} is not one of the {len(answers)} lines of {args.trees}")
+    every = range(len(answers)) if args.answer is None else [args.answer - 1]
+    best = [(number, kept[number][most_telling(kept[number])]) for number in every if kept[number]]
+    if not best:
+        raise ValueError(f"{args.trees} has no steps")
+    line, _ = best[most_telling([tree for _, tree in best])]
+    answer = answers[line]
+    written = write(kept[line], lambda ids: answer["texts"][str(ids[0])], args)
+    return f"{written}: {answer['method']}, {answer['conversation']}, turn {answer['turn']} (--answer {line + 1})"
+
+
+def _arrays(tree: dict[str, list[Any]]) -> dict[str, np.ndarray]:
+    return {name: np.array(leaf, np.float32 if name == "scores" else np.int32) for name, leaf in tree.items()}
+
+
+def write(trees: list[StepTree], text: Text, args: argparse.Namespace) -> str:
+    """Draws one of the trees of a text. Returns what was written."""
+    number = most_telling(trees) + 1 if args.step is None else args.step
+    if not 1 <= number <= len(trees):
+        raise ValueError(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
+    draw_steps([trees[number - 1]], text, first=number).save(args.output)
+    return f"wrote step {number} of {len(trees)} to {args.output}"
 
 
 def draw(args: argparse.Namespace) -> str:
@@ -59,12 +98,7 @@ def draw(args: argparse.Namespace) -> str:
     trees = engine.generate([{"role": "user", "content": args.prompt}], sampling).trees
     if not trees:
         raise ValueError("the text ended before a step ran; give another --prompt or more --max-new-tokens")
-    number = most_telling(trees) + 1 if args.step is None else args.step
-    if not 1 <= number <= len(trees):
-        raise ValueError(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
-    tree = trees[number - 1]
-    draw_steps([tree], engine.tokenizer.decode, first=number).save(args.output)
-    return f"wrote step {number} of {len(trees)} to {args.output}"
+    return write(trees, engine.tokenizer.decode, args)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 from generate_helpers import saved_model, saved_prompts
 
 from specjax.bench.__main__ import main
+from specjax.viz.__main__ import main as draw
 
 NGRAM = "NGRAM:nodes=4,max_match=4,capacity=4096,adaptive=off,name=n-grams"
 FILES = {"runs.jsonl", "results.json", "table.md"}
@@ -62,6 +64,45 @@ def test_a_comparison(bench, tmp_path, capsys):
     capsys.readouterr()
     assert bench("--temperatures", "0.5", "--plots", "none", "--ignore-eos") == 2
     assert "holds runs with another temperatures" in capsys.readouterr().err
+
+
+def test_trees_of_a_run(bench, tmp_path, capsys):
+    """Kept trees are drawn without the model."""
+    custom = "test_viz_drawing:repeated"
+    assert bench("--trees", "--plots", "none", "--ignore-eos", methods=("none", custom)) == 0
+    (file,) = (tmp_path / "out" / "trees").iterdir()
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {(answer["method"], answer["turn"]) for answer in answers} == {
+        (method, turn) for method in ("NONE", custom) for turn in (1, 2)
+    }
+    for answer in answers:
+        emitted = [token for tree in answer["trees"] for token in tree["emitted"]]
+        assert len(emitted) == 7, "all tokens after the first"
+        assert {len(tree["tokens"]) for tree in answer["trees"]} == {1 if answer["method"] == "NONE" else 3}
+    picture = tmp_path / "tree.svg"
+    assert draw(["--trees", str(file), "--output", str(picture)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("wrote step ") and f": {custom}, " in line
+    assert picture.read_text().count("<rect") in (3, 4)
+    with pytest.raises(SystemExit):
+        draw(["--trees", str(file), "--output", str(picture), "--answer", "99"])
+    assert f"--answer 99 is not one of the {len(answers)} lines" in capsys.readouterr().err
+    assert bench("--plots", "none", "--ignore-eos", methods=("none", custom)) == 2
+    assert "holds runs with another trees" in capsys.readouterr().err, "a step that keeps its tree is slower"
+
+
+def test_a_table_for_papers(bench, tmp_path, capsys):
+    pytest.importorskip("pandas")
+    assert bench("--latex", "--plots", "none", "--temperatures", "0", "1") == 0
+    table = (tmp_path / "out" / "table.tex").read_text()
+    assert table.startswith("\\begin{tabular}") and "\\toprule" in table and "n-grams & " in table
+
+
+def test_a_table_without_pandas(bench, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pandas" else find(name))
+    assert bench("--latex") == 2
+    assert "--latex needs pandas, which is not installed: pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_errors_before_a_measurement(bench, tmp_path, capsys):
