@@ -117,7 +117,7 @@ async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
                 stream.usage = event.get("usage") or stream.usage
-                stream.speculation = (event.get("metadata") or {}).get("speculative") or stream.speculation
+                stream.speculation = event.get("speculative") or stream.speculation
                 if event["choices"] and (text := event["choices"][0]["delta"].get("content")):
                     stream.events.append(time.perf_counter())
                     stream.text += text

@@ -313,5 +313,6 @@ class OpenAIAnswer(Answer):
             "choices": choices,
         }
         if self.body.return_speculative_metrics and done:
-            body["metadata"] = {"speculative": speculative(done, self.width)}
+            # Not in `metadata`, whose values are strings in OpenAI's types: its SDK warns about others.
+            body["speculative"] = speculative(done, self.width)
         return body

@@ -390,7 +390,7 @@ class OpenAIRequest(SamplingFields, TaskBody, UnusedFields):
     max_tokens: NewTokens | None = Field(None, description="New tokens.")
     min_tokens: Integer | None = parameter("min_new_tokens", "No stop id comes before.")
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
-    return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`, with SGLang's names.")
+    return_speculative_metrics: Flag | None = Field(None, description="`speculative`, with SGLang's names.")
     return_speculative_tokens: Flag | None = Field(
         None, description="`choices[].speculative.tokens`: each token's text, and whether it was an accepted draft."
     )

@@ -47,6 +47,18 @@ def test_links_and_named_files(page):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.M), f"make {target} does not exist"
 
 
+def test_places_of_a_sampling_parameter():
+    """The table of places names functions and classes of files: `name` and `name` (`file`)."""
+    (row,) = re.findall(r"^\| a sampling parameter \|.*$", (ROOT / "docs" / "design.md").read_text(), flags=re.M)
+    places = re.findall(r"((?:`\w+`(?: and )?)+) \(`([\w/.]+)`\)", row)
+    assert len(places) >= 12
+    for names, file in places:
+        for name in re.findall(r"\w+", names.replace(" and ", " ")):
+            assert re.search(rf"^(def|class) {name}\b|^{name}\b.* = ", (ROOT / file).read_text(), flags=re.M), (
+                f"{file} has no {name}"
+            )
+
+
 def test_readme_size():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 

@@ -220,7 +220,7 @@ def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, lis
     answer = server.post("/v1/chat/completions", {"messages": messages} | fields | ASKED).json()
     (choice,) = answer["choices"]
     tokens = [(token["text"], token["drafted"]) for token in choice["speculative"]["tokens"]]
-    return choice["message"]["content"], tokens, answer["metadata"]["speculative"]
+    return choice["message"]["content"], tokens, answer["speculative"]
 
 
 def test_conversation_by_keyboard(page: Browser, server: Running):

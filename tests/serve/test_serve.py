@@ -165,7 +165,7 @@ def test_echo(server):
 
 def test_speculative_metrics(server):
     fields = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "return_speculative_metrics": True}
-    metrics = server.post(CHAT, fields).json()["metadata"]["speculative"]
+    metrics = server.post(CHAT, fields).json()["speculative"]
     steps, histogram = metrics["spec_verify_ct"], metrics["spec_accept_histogram"]
     assert sum(histogram) == steps and sum(i * count for i, count in enumerate(histogram)) + steps == 29
     assert metrics["spec_accept_length"] == pytest.approx(29 / steps, abs=1e-4)
@@ -173,8 +173,8 @@ def test_speculative_metrics(server):
     assert metrics["spec_accept_rate"] == pytest.approx((29 - steps) / (steps * (width - 1)), abs=1e-4)
     assert 0 < metrics["drafted_steps"] <= steps
     last = server.events(CHAT, fields)[-1]
-    assert sum(last["metadata"]["speculative"]["spec_accept_histogram"]) > 0
-    assert "metadata" not in server.chat(max_tokens=2).json()
+    assert sum(last["speculative"]["spec_accept_histogram"]) > 0
+    assert "speculative" not in server.chat(max_tokens=2).json()
 
 
 def test_synthetic_acceptance_marks_answers(server, monkeypatch):

@@ -6,9 +6,11 @@ import itertools
 import re
 from typing import Any
 
+import openai
 import pytest
 from body_helpers import CHAT, GENERATE, HELLO
 from engine_helpers import NGRAM, make_engine, shared_engine, toy
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from server_helpers import Running, running
 
 from specjax.cli.flags import ServerSettings
@@ -52,7 +54,7 @@ def test_origins_of_tokens(server: Running, name):
     """The texts of an event's tokens are its delta; a stream has the tokens of the whole answer."""
     body = REQUESTS[name] | ASKED
     answer = server.chat("the the the the", **body).json()
-    counts = [0] * len(bins := answer["metadata"]["speculative"]["spec_accept_histogram"])
+    counts = [0] * len(bins := answer["speculative"]["spec_accept_histogram"])
     for choice in answer["choices"]:
         tokens = choice["speculative"]["tokens"]
         assert "".join(token["text"] for token in tokens) == choice["message"]["content"]
@@ -74,12 +76,32 @@ def test_origins_of_tokens(server: Running, name):
             new = choice.get("speculative", {}).get("tokens", [])
             assert "".join(token["text"] for token in new) == choice["delta"].get("content", "")
             streamed[choice["index"]] += new
-            if "metadata" in event:
-                bins = event["metadata"]["speculative"]["spec_accept_histogram"]
+            if "speculative" in event:
+                bins = event["speculative"]["spec_accept_histogram"]
                 assert histogram([token["drafted"] for token in streamed[choice["index"]]], len(bins)) == bins
     # Drafts of another run may differ, where entries of the n-gram table are shared.
     texts = [[(token["token"], token["text"]) for token in run] for run in (*tokens, *streamed)]
     assert texts[: len(tokens)] == texts[len(tokens) :]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_sdk_reads_the_fields(server: Running, stream):
+    """Without a warning, which would be an error here, about fields of another type than OpenAI's."""
+    chat = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none").chat.completions
+    answer: Any = chat.create(
+        model="default",
+        messages=[{"role": "user", "content": "the the"}],
+        max_tokens=8,
+        extra_body=ASKED,
+        stream=stream,
+    )
+    bodies = [event.to_dict() for event in answer] if stream else [answer.to_dict()]
+    assert (
+        bodies[-1]["speculative"]["spec_verify_ct"] > 0 and bodies[0]["choices"][0]["speculative"]["tokens"] is not None
+    )
+    for body in bodies:
+        kind = ChatCompletionChunk if stream else ChatCompletion
+        kind.model_validate(body)
 
 
 def test_origins_of_completions_and_draft_limit_of_generate(server: Running):
@@ -118,7 +140,7 @@ def test_draft_limits_in_an_answer(server: Running):
         salts._key, salts._numbers = bytes(16), itertools.count()
         assert server.engine.flush_cache()
         answer = server.chat("the the the the", max_tokens=60, temperature=0, draft_limit=limit, **ASKED).json()
-        return answer["metadata"]["speculative"]["spec_accept_histogram"]
+        return answer["speculative"]["spec_accept_histogram"]
 
     assert server.engine.drafter.width == 4
     assert bins(None) == bins(3) == bins(NO_DRAFT_LIMIT) and any(bins(None)[2:])

@@ -210,7 +210,7 @@ def test_other_fields_with_functions(servers):
     choices = both(server, **ask("a"), tools=TOOLS, n=3, return_speculative_metrics=True)
     assert [choice["calls"] for choice in choices] == [ANSWERS["a"][2]] * 3
     answer = server.post(CHAT, ask("a", tools=TOOLS, return_speculative_metrics=True)).json()
-    assert answer["metadata"]["speculative"]["spec_verify_ct"] > 0
+    assert answer["speculative"]["spec_verify_ct"] > 0
     (choice,) = both(server, **ask("a"), tools=TOOLS, stop=" look")
     assert (choice["calls"], choice["content"], choice["finish"]) == ([], "Let me", "stop")
     (choice,) = both(server, **ask("a"), tools=TOOLS, max_tokens=8)
