@@ -14,7 +14,8 @@ tokens to node i, and j run over the ancestors of i:
 Parents come before children, so the w are the solution of a unit lower triangular system. The block keeps key, w and G
 of each node; after a path that ends in i the state is exp(G_i) S + sum_j and i exp(G_i - G_j) key_j w_j^T. Queries,
 keys and values pass through a convolution over each token and its `taps` - 1 predecessors, of which the state keeps the
-last ones. A chain is the tree whose mask is causal; long chunks are computed in parts of `CHUNK` tokens.
+last ones. A chain is the tree whose mask is causal; long chunks are computed in parts of `CHUNK` tokens. In training a
+row packs several texts: each is a chain of its own, which begins with S = 0.
 
 Sources: Yang et al., "Gated Delta Networks" (arXiv:2412.06464); transformers' `qwen3_5` and `qwen3_next`.
 """
@@ -175,12 +176,15 @@ def delta_net(
     Args:
         mixed: queries, keys and values before the convolution.
         rates: step sizes and decays before their activations.
-        mask: `CAUSAL`, or the ancestors of each node and itself, packed bits [B, N, W].
-        rows: the state after the committed tokens.
+        mask: `CAUSAL`, or the ancestors of each node and itself: packed bits [B, N, W], or Bool [B, N, N] for rows of
+            several texts one after another.
+        rows: the state after the committed tokens; zeros for rows of several texts.
     """
     j, size_k, width = weights["decay"].shape[1], rows.state.shape[3], mixed.shape[1]
-    ancestors = None
-    if not isinstance(mask, Causal):
+    ancestors, is_packed = None, not isinstance(mask, Causal) and mask.dtype == bool
+    if is_packed:
+        ancestors = mask
+    elif not isinstance(mask, Causal):
         ancestors = jnp.broadcast_to(unpack_bits(mask, width), (mixed.shape[0], width, width))
     inputs = jnp.concatenate([rows.window, mixed], axis=1)
     convolved = jax.nn.silu(convolve(inputs, weights["taps"][:, :, 0], ancestors))
@@ -191,8 +195,8 @@ def delta_net(
     step = jax.nn.softplus(rates[..., j:].astype(jnp.float32) + weights["decay_bias"][None, None])
     decay = -jnp.exp(weights["decay"])[None, None] * step
     nodes = _Nodes(query * size_k**-0.5, key, value, beta, decay)
-    if ancestors is None and width > CHUNK:
-        output, update, total = _in_chunks(rows.state, nodes)
+    if width > CHUNK and (ancestors is None or is_packed):
+        output, update, total = _in_chunks(rows.state, nodes, ancestors)
     else:
         if ancestors is None:
             ancestors = jnp.broadcast_to(jnp.tri(width, dtype=bool)[None], (mixed.shape[0], width, width))
@@ -250,8 +254,10 @@ class _System(NamedTuple):
     total: Float32[Array, "B N h j"]  # G
 
     @classmethod
-    def of(cls, nodes: _Nodes, ancestors: Bool[Array, "B N N"]) -> _System:
-        """Row i of `ancestors` marks node i and its ancestors."""
+    def of(
+        cls, nodes: _Nodes, ancestors: Bool[Array, "B N N"], carried: Bool[Array, "B N"] | None = None
+    ) -> _System:  # fmt: skip
+        """Row i of `ancestors` marks node i and its ancestors. `carried`: nodes that read S; None: all."""
         query, key, value, beta, decay = nodes
         total = _einsum("bnm,bmhj->bnhj", ancestors.astype(jnp.float32), decay)
         span = jnp.moveaxis(total, 1, 3)  # [B, h, j, N]
@@ -259,6 +265,8 @@ class _System(NamedTuple):
         both = jnp.stack([key, query], axis=1)
         products = share[:, None] * _einsum("bqnhk,bmhk->bqhnm", both, key)[:, :, :, None]  # [B, 2, h, j, N, N]
         decayed = jnp.exp(total)[..., None]
+        if carried is not None:
+            decayed = jnp.where(carried[..., None, None, None], decayed, 0.0)
         wanted = jnp.concatenate([value, decayed * key[:, :, :, None]], axis=-1) * beta[..., None]
         if key.shape[1] > 1:
             before = jnp.tri(key.shape[1], k=-1, dtype=bool)[None, None, None]
@@ -291,11 +299,24 @@ def inverse(strict: Float32[Array, "*b N N"]) -> Float32[Array, "*b N N"]:
     return found
 
 
-def _in_chunks(state: Float32[Array, "B h j k u"], nodes: _Nodes) -> tuple[Array, Array, Array]:
-    """Outputs, w and G of a long chain. Only S passes from chunk to chunk."""
+def _in_chunks(
+    state: Float32[Array, "B h j k u"], nodes: _Nodes, packed: Bool[Array, "B N N"] | None = None
+) -> tuple[Array, Array, Array]:
+    """Outputs, w and G of a long chain. Only S passes from chunk to chunk.
+
+    `packed`: the mask of rows of several texts. A chunk's S is then that of the text in which the chunk before ends:
+    the chunk's later texts do not read it, and the S that passes on is that of the text in which the chunk ends.
+    """
     batch, width = nodes.key.shape[:2]
     count = -(-width // CHUNK)
-    causal = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool)[None], (batch * count, CHUNK, CHUNK))
+    causal, carried = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool)[None], (batch * count, CHUNK, CHUNK)), None
+    if packed is not None:
+        fill = count * CHUNK - width
+        blocks = jnp.pad(packed, ((0, 0), (0, fill), (0, fill))).reshape(batch, count, CHUNK, count, CHUNK)
+        number = np.arange(count)
+        causal = jnp.moveaxis(blocks[:, number, :, number], 0, 1).reshape(-1, CHUNK, CHUNK)
+        before = jnp.moveaxis(blocks[:, number[1:], :, number[:-1], -1], 0, 1)  # of the chunk before: its last token
+        carried = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(-1, CHUNK)
 
     def split(x: Array) -> Array:
         """[B, N, ...] -> [B * count, CHUNK, ...]. Padding has a step size and a decay of 0, so it changes nothing."""
@@ -306,30 +327,39 @@ def _in_chunks(state: Float32[Array, "B h j k u"], nodes: _Nodes) -> tuple[Array
         """[B * count, ...] -> [count, B, ...]."""
         return jnp.moveaxis(x.reshape(batch, count, *x.shape[1:]), 1, 0)
 
-    def step(state: Array, chunk: tuple[_System, Array]) -> tuple[Array, tuple[Array, Array]]:
-        system, key = chunk
+    def step(state: Array, chunk: tuple[_System, Array, Any]) -> tuple[Array, tuple[Array, Array]]:
+        system, key, last = chunk
         output, update = system.solve(state)
         full = jnp.full(batch, CHUNK, jnp.int32)
-        return _advanced(state, key, update, system.total, full), (output, update)
+        return _advanced(state, key, update, system.total, full, *last), (output, update)
 
     parts = jax.tree.map(split, nodes)
-    systems = jax.tree.map(chunks, _System.of(parts, causal))
-    _, (output, update) = jax.lax.scan(step, state, (systems, chunks(parts.key)))
+    systems = jax.tree.map(chunks, _System.of(parts, causal, carried))
+    ends_of_texts = () if carried is None else (chunks(causal[:, -1]), chunks(carried[:, -1]))
+    _, (output, update) = jax.lax.scan(step, state, (systems, chunks(parts.key), ends_of_texts))
     ends = jnp.cumsum(systems.total[:, :, -1], axis=0)
     total = systems.total + jnp.pad(ends[:-1], ((1, 0), *[(0, 0)] * 3))[:, :, None]
     joint = (jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width] for x in (output, update, total))
     return cast(Any, tuple(joint))
 
 
-def _advanced(state: Array, key: Array, update: Array, total: Array, length: PerRequest) -> Array:
-    """S after the first `length` nodes of a path."""
+def _advanced(
+    state: Array, key: Array, update: Array, total: Array, length: PerRequest,
+    own: Bool[Array, "B N"] | None = None, carried: Bool[Array, "B"] | None = None,
+) -> Array:  # fmt: skip
+    """S after the first `length` nodes of a path. `own`: the nodes of the last one's text; `carried`: it reads S."""
     last = jnp.take_along_axis(total, jnp.maximum(length - 1, 0)[:, None, None, None], axis=1)
     last = jnp.where((length > 0)[:, None, None, None], last, 0.0)
     inside = (jnp.arange(key.shape[1], dtype=jnp.int32)[None] < length[:, None])[:, :, None, None]
+    if own is not None:
+        inside = inside & own[..., None, None]
     weighted = jnp.where(inside, jnp.exp(jnp.where(inside, last - total, 0.0)), 0.0)[..., None] * update
     weighted = jnp.where(inside[..., None], weighted, 0.0)  # 0 times NaN is NaN
     added = _einsum("bnhk,bnhju->bhjku", jnp.where(inside, key, 0.0), weighted)
-    return jnp.exp(last[:, 0])[..., None, None] * state + added
+    kept = jnp.exp(last[:, 0])
+    if carried is not None:
+        kept = jnp.where(carried[:, None, None], kept, 0.0)
+    return kept[..., None, None] * state + added
 
 
 def advance(rows: Recurrent, block: Updates, length: PerRequest) -> Recurrent:

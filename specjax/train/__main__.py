@@ -2,8 +2,9 @@
 
     specjax train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
-The frozen target runs with the head; the only data needed is text. The same command resumes a stopped run; a killed
-run loses the steps since its last checkpoint. A larger --steps extends a run. The folder --output then has
+The frozen target runs with the head; the only data needed is text. Ctrl-C writes a checkpoint after the current step.
+The same command resumes a stopped run; a killed run loses the steps since its last checkpoint. A larger --steps extends
+a run. The folder --output then has
 
     checkpoints/     to resume from
     metrics.jsonl    loss, accuracy by round (of blocks by slot), tokens seen and tokens/s; accept lengths: `simulated`

@@ -51,12 +51,7 @@ CHUNK = 512  # tokens whose logits are in memory together
 
 
 def training_target(config: ModelConfig, dtype: str) -> Target:
-    """The target for packed rows, without pages, computing in `dtype`. Raises ValueError for a recurrent one."""
-    if config.delta is not None:
-        raise ValueError(
-            f"the model ({config.family}) has gated delta nets, whose state would pass from one example of a packed "
-            "row to the next; heads for such models cannot be trained here"
-        )
+    """The target for packed rows, without pages, computing in `dtype`."""
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 

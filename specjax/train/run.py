@@ -8,10 +8,13 @@ gradient equal those of the whole batch.
 from __future__ import annotations
 
 import hashlib
+import signal
 import sys
+import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -71,7 +74,7 @@ def prepare(options: TrainOptions) -> Inputs:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
-    training_target(config, config.dtype)  # raises ValueError for a model that cannot be trained on
+    training_target(config, config.dtype)  # raises an error for a model that cannot be trained on
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     source = TargetSource(files, tokenizer, config, eos)
@@ -349,7 +352,7 @@ class Trainer:
         since, pending = time.perf_counter(), list[Metrics]()
         sizes = (self.inputs.rows.segments > 0).sum(axis=1)
         logged = total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
-        with progress_bar("Training", run.steps, "step", initial=first) as bar:
+        with progress_bar("Training", run.steps, "step", initial=first) as bar, first_interrupt() as interrupted:
             for step in range(first + 1, run.steps + 1):
                 numbers = self.row_numbers(step - 1)
                 stored = None if run.features == "none" else self.features.get(numbers)
@@ -359,7 +362,8 @@ class Trainer:
                 pending.append(metrics)
                 total += int(sizes[numbers].sum())
                 bar.update()
-                save = step % run.checkpoint_every == 0 or step == run.steps
+                stops = interrupted.is_set()
+                save = step % run.checkpoint_every == 0 or step == run.steps or stops
                 # Each checkpoint has a line of metrics, so that a resumed run logs equal lines.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
@@ -378,6 +382,8 @@ class Trainer:
                     pending, since, logged = [], now, total
                 if save:
                     self.folder.save(step, self.state)
+                if stops:
+                    raise KeyboardInterrupt
                 if self._to_measure(step):
                     before = time.perf_counter()
                     measured = self.measure(step)
@@ -448,6 +454,29 @@ class Trainer:
             folder, draft.config, self.draft_params(), self.inputs.source.config, target_name=options.model.model,
             card=card, dtype=options.export.export_dtype, license=options.export.license,
         )  # fmt: skip
+
+
+@contextmanager
+def first_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one raises KeyboardInterrupt, as does the first one where signals
+    are handled otherwise."""
+    interrupted = threading.Event()
+
+    def handle(*_: object) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        print("\nA checkpoint is written after this step; Ctrl-C again ends at once", file=sys.stderr)
+
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def right_shares(sums: Sums, depth: int | None = None) -> tuple[list[float], float]:

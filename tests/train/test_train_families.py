@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,6 @@ from specjax.train.features import teach, training_target
 from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
 from specjax.train.output import read_metrics
-
-PACKED = [family for family in FAMILIES if family not in RECURRENT]
-"""Families whose training packs several texts in a row."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,7 @@ def read(folder: Path) -> tuple[ModelConfig, Any]:
     return config, load_params(files, config, progress=False)
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_features_of_packed_rows(folders, family):
     """Two examples in a row, both longer than a window, equal texts alone, which tests/models compares with
     transformers."""
@@ -77,8 +73,26 @@ def test_features_of_packed_rows(folders, family):
         np.testing.assert_array_equal(np.asarray(teacher.top[0, slots])[sure], logits.argmax(-1)[sure])
 
 
+@pytest.mark.parametrize("lengths", [(5, 70, 64, 90, 1, 2, 30), (63, 2, 110), (120,), (1, 3, 50)], ids=str)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_states_end_with_their_text(folders, family, lengths):
+    """Texts that begin and end inside and at the ends of a delta net's chunks, and a row that is one chunk."""
+    config, params = read(folders(family))
+    texts = [np.random.default_rng(n).integers(3, VOCABULARY, n).astype(np.int32) for n in lengths]
+    rows = pack([Example(text, np.ones(len(text), bool)) for text in texts], sum(lengths) + 9, 0)
+    assert rows.segments.max() == len(lengths) and len(rows.tokens) == 1
+    teacher = jax.jit(teach(training_target(config, "float32"), (0, 2)))(params, jax.tree.map(jnp.asarray, rows))
+    target = make_target(config)
+    for number in range(1, len(lengths) + 1):
+        slots = rows.segments[0] == number
+        for part, kind in ((teacher.features, (0, 2)), (teacher.hidden, "final")):
+            expected = np.asarray(hidden_states(target, params, jnp.asarray(rows.tokens[:, slots]), kind)[0])
+            atol = 1e-4 * np.abs(expected).max()
+            np.testing.assert_allclose(part[0, slots], expected, rtol=0, atol=atol, err_msg=f"text {number}")
+
+
 TRAINED = [
-    ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in PACKED if family != "gemma2"), ("gemma2", "EAGLE"),
+    ("gemma2", "EAGLE3"), *((family, "EAGLE3") for family in FAMILIES if family != "gemma2"), ("gemma2", "EAGLE"),
     ("phi3", "EAGLE"), ("mimo", "MTP"), ("gemma3", "MTP"),
 ]  # fmt: skip
 """The first one has soft caps, offsets of norms, windows, tied embeddings and a token map. A run of a Llama is in
@@ -134,10 +148,3 @@ def test_head_of_a_latent_target_fills_its_width(folders):
     assert config.latent is not None
     assert (head.num_heads, head.num_kv_heads, head.head_dim) == (3, 3, config.latent.value_dim)
     assert (head.vocab_size, head.mapped) == (VOCABULARY, False)
-
-
-def test_recurrent_targets_are_refused(folders, tmp_path, capfd):
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    assert main(arguments(folders("qwen3_5"), data, tmp_path / "run", draft="EAGLE3", held_back=0)) != 0
-    assert "the model (qwen3_next) has gated delta nets" in capfd.readouterr().err

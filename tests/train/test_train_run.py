@@ -157,7 +157,7 @@ def test_two_devices_train_as_one(model, data, whole, tmp_path):
             np.testing.assert_allclose(row["gradient_norm"], expected["gradient_norm"], rtol=0.02, err_msg=name)
 
 
-INTERRUPTED = [("disk", "logged:3"), ("disk", "during:2"), ("none", "interrupted:3"), ("none", "full:4")]
+INTERRUPTED = [("disk", "logged:3"), ("disk", "during:2"), ("none", "interrupted:4"), ("none", "full:4")]
 """Features, and the step at which a run ends: after its metrics are logged, while its checkpoint is written, or with a
 full disk."""
 
@@ -233,11 +233,12 @@ def test_curves_are_visible(tmp_path, count):
 
 @pytest.mark.process
 def test_ctrl_c(train, whole, ended):
-    interrupted = ended["none", "interrupted:3"]
+    interrupted = ended["none", "interrupted:4"]
     assert (interrupted.status, interrupted.out) == (130, ""), interrupted.err
     assert "interrupted; the same command resumes" in interrupted.err and "Traceback" not in interrupted.err
-    status, summary, _ = train(interrupted.output)
+    status, summary, err = train(interrupted.output)
     assert (status, summary["step"]) == (0, 6)
+    assert "Resuming" in err and "at step 5 of 6" in err, "the step after the signal, though every second one is saved"
     for expected, resumed in zip(arrays(whole("none")), arrays(interrupted.output), strict=True):
         np.testing.assert_array_equal(expected, resumed)
 
