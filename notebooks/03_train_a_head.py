@@ -195,7 +195,7 @@ plt.show()
 # ## Further
 #
 # The head that ships came of 9.5 million tokens in seven hours on two cores (`make head` in a checkout);
-# The card of the head that ships (specjax/data/heads) logs what was tried. `runs/.../head` holds the head in the layout that SGLang and vLLM read,
+# The head's card logs what was tried. `runs/.../head` holds the head in the layout that SGLang and vLLM read,
 # with a model card.
 
 # %%

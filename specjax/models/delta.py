@@ -181,11 +181,11 @@ def delta_net(
         rows: the state after the committed tokens; zeros for rows of several texts.
     """
     j, size_k, width = weights["decay"].shape[1], rows.state.shape[3], mixed.shape[1]
-    ancestors, is_packed = None, not isinstance(mask, Causal) and mask.dtype == bool
-    if is_packed:
-        ancestors = mask
-    elif not isinstance(mask, Causal):
-        ancestors = jnp.broadcast_to(unpack_bits(mask, width), (mixed.shape[0], width, width))
+    ancestors, is_packed = None, False
+    if not isinstance(mask, Causal):
+        is_packed = mask.dtype == bool
+        whole = mask if is_packed else unpack_bits(mask, width)
+        ancestors = jnp.broadcast_to(whole, (mixed.shape[0], width, width))
     inputs = jnp.concatenate([rows.window, mixed], axis=1)
     convolved = jax.nn.silu(convolve(inputs, weights["taps"][:, :, 0], ancestors))
     query, key, value = jnp.split(convolved, (size_k, 2 * size_k), axis=-1)
