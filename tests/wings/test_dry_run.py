@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
-from test_gemma4_checkpoint import PUBLISHED
+from test_gemma4_checkpoint import PUBLISHED as GEMMA_4_FILES
 from tiny_checkpoints import save_llama, write_gguf
 from tiny_heads import save_head
 
@@ -143,7 +143,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, dry_run, kind, size, b
 
 def test_gemma_4_with_its_assistant_beside_it(configs, dry_run):
     """AUTO finds it. It has weights and no pages; of its output matrix a node reads 4,096 rows."""
-    described, numbers = PUBLISHED["E4B"]
+    described, numbers = GEMMA_4_FILES["E4B"]
     text = described["text_config"] | {
         "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4,
         "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
