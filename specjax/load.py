@@ -269,9 +269,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
             inside = checkpoint.mtp_config(files, config)
             assistant = None if inside else checkpoint.assistant_beside(files)
     elif options.reads_mtp_layers:
-        with naming(options, "path"), prefixed(path):
-            is_assistant = checkpoint.is_assistant(path, revision=cast(ModelOptions, options).revision)
-            assistant = path if is_assistant else None
+        assistant = path if checkpoint.is_assistant(path, cast(ModelOptions, options).revision) else None
     head, requested_algorithm = shipped or inside, options.algorithm
     ngrams = options.ngrams() if isinstance(options, Auto) and platform == "cpu" else None
     options, unused = options.choose(Assistant.kind if assistant else head.kind if head else None)

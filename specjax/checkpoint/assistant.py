@@ -37,22 +37,21 @@ SUFFIX = "-assistant"
 """What publishers add to a model's name."""
 
 
-def is_assistant(name: str, *, revision: str | None = None, progress: bool = True) -> bool:
-    """True if config.json of a folder or a hub id describes an assistant."""
-    folder = resolve_head(name, revision=revision, progress=progress, outline=True)
-    return _architecture(read_json(folder / "config.json", name)) is not None
+def is_assistant(name: str, revision: str | None = None) -> bool:
+    """True if config.json of a folder or a hub id describes an assistant; False if there is none."""
+    try:
+        folder = resolve_head(name, revision=revision, progress=False, outline=True)
+        return _architecture(read_json(folder / "config.json", name)) is not None
+    except CheckpointError:  # which loading raises again
+        return False
 
 
 def assistant_beside(files: ModelFiles) -> str | None:
     """The assistant of a model: the folder beside the model's with ``SUFFIX`` in its name, or the hub id, if it has
     been downloaded. None: there is none. Downloads nothing."""
     path = Path(files.name).expanduser()
-    if path.is_dir():
-        path = path.absolute()
-        beside = path.with_name(path.name + SUFFIX)
-        return str(beside) if (beside / "config.json").is_file() and is_assistant(str(beside)) else None
-    name = files.name + SUFFIX
-    return name if is_cached(name, "config.json") and is_assistant(name) else None
+    name = f"{path.absolute() if path.is_dir() else files.name}{SUFFIX}"
+    return name if (path.is_dir() or is_cached(name, "config.json")) and is_assistant(name) else None
 
 
 def wanted(kind: str, name: str, folder: Path) -> bool:
