@@ -132,7 +132,8 @@ class _Speculation:
         Auto.algorithm,
         f"{Auto.algorithm} (the draft head that comes with specjax for the model, else its MTP layers, else NGRAM), "
         f"{', '.join(DRAFTERS)} (NEXTN = MTP; DSPARK = DFLASH; P-EAGLE = EAGLE3; PARD = STANDALONE; EAGLE without a "
-        "head = MTP if the model has MTP layers), or module:function for a user-defined drafter",
+        "head = MTP if the model has MTP layers; MTP with an assistant = ASSISTANT), or module:function for a "
+        "user-defined drafter",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_ngram_isolate: bool = _engine(
