@@ -102,8 +102,9 @@ def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) 
     kinds = layer.kinds
     assert kinds is not None
     if tensors is not None and (query := tensors.get("model.layers.0.self_attn.q_proj.weight")):
-        width = kinds.head_dim if layer.window(0) is None else layer.head_dim
-        layer = replace(layer, num_heads=query.shape[0] // width)
+        heads, rest = divmod(query.shape[0], kinds.head_dim if layer.window(0) is None else layer.head_dim)
+        if heads and not rest and not heads % layer.num_kv_heads and not heads % kinds.kv_heads:
+            layer = replace(layer, num_heads=heads)
     centroids = best = 0
     if settings.boolean("use_ordered_embeddings"):
         centroids, best = settings.integer("num_centroids", 2048), settings.integer("centroid_intermediate_top_k", 32)

@@ -167,6 +167,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clusters": ({"outer": {"num_centroids": 7919}}, "num_centroids is 7919; supported: a divisor of vocab_size"),
     "best": ({"outer": {"centroid_intermediate_top_k": 99}}, "centroid_intermediate_top_k is 99; at most"),
     "no projection": ({"tensors": {"pre_projection.weight": None}}, "missing tensors: pre_projection.weight"),
+    "query heads": (
+        {"tensors": {"model.layers.0.self_attn.q_proj.weight": np.zeros((48, 16), np.float32)}},
+        r"wrong shapes: model.layers.0.self_attn.q_proj.weight is \[48, 16\], not \[64, 16\]",
+    ),
     "no ids": (
         {"tensors": {"masked_embedding.token_ordering": None}},
         "missing tensors: masked_embedding.token_ordering, which use_ordered_embeddings needs",
