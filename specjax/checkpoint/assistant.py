@@ -88,7 +88,8 @@ def load_assistant(
 
 
 def _architecture(settings: Settings) -> str | None:
-    return next((name for name in settings.texts("architectures") if name in ARCHITECTURES), None)
+    named = settings.get("architectures")
+    return next((name for name in ARCHITECTURES if isinstance(named, list) and name in named), None)
 
 
 def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) -> AssistantConfig:
