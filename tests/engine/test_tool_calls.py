@@ -7,6 +7,7 @@ import json
 import pytest
 from tool_helpers import NOOP, WEATHER, tool_engine
 
+from specjax.checkpoint.prompts import Chat
 from specjax.engine import SamplingParams
 from specjax.limits import ParameterError
 
@@ -61,6 +62,12 @@ def test_forced_calls(engine):
         assert {name for name, _ in called(done)} <= names and done.tool_calls
     hidden = engine.generate(ask("a"), GREEDY, tools=[WEATHER], tool_choice="none")
     assert not hidden.tool_calls and hidden.prompt_tokens == engine.generate(ask("a"), GREEDY).prompt_tokens
+
+
+def test_template_variables_of_a_single_chat(engine):
+    chat = Chat(ask("a"), {"tools": [WEATHER]})
+    counts = [done.prompt_tokens for done in (engine.generate(chat, GREEDY), *engine.generate([chat], GREEDY))]
+    assert counts == [engine.generate(ask("a"), GREEDY, tools=[WEATHER]).prompt_tokens] * 2
 
 
 def test_result_of_a_call_in_the_next_prompt(engine):
