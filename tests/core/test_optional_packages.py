@@ -12,7 +12,8 @@ from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 from train_helpers import environment
 
-OPTIONAL = ("re2", "llguidance", "gguf", "fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client", "numba")
+OPTIONAL = ("re2", "llguidance", "gguf", "fastapi", "uvicorn", "starlette", "pydantic", "pydantic_core",
+            "prometheus_client", "numba")  # fmt: skip
 """Packages that an engine on a GPU does not need."""
 
 WITHOUT = f"""

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
-import pydantic_core
-
 
 class Text(NamedTuple):
     text: str
@@ -88,6 +86,12 @@ _TYPES = {
     dict: "object",
 }
 MAX_DEPTH = 8  # of schemas in which the type of an argument is looked up
+
+
+def _from_json(text: str, **options: bool) -> Any:
+    import pydantic_core  # engines without functions do not need it
+
+    return pydantic_core.from_json(text, **options)
 
 
 class JsonObject:
@@ -584,7 +588,7 @@ def begun(text: str, marks: Collection[str]) -> int:
 def _known_members(text: str) -> bool:
     """True if these members, which follow the arguments in the object of a call, are not arguments."""
     try:
-        return pydantic_core.from_json("{" + text.lstrip(" \t\n\r,")).keys() <= {*_KEYS, "index"}
+        return _from_json("{" + text.lstrip(" \t\n\r,")).keys() <= {*_KEYS, "index"}
     except ValueError:
         return False
 
@@ -592,13 +596,13 @@ def _known_members(text: str) -> bool:
 def whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call that is a JSON object with its members in any order; None if it is not a call."""
     try:
-        call = pydantic_core.from_json(JsonObject().read(text, last=True)[0])
+        call = _from_json(JsonObject().read(text, last=True)[0])
         if isinstance(call.get("function"), dict):
             call = call["function"]
         name = call.get("name", call.get("function"))
         arguments = call.get("arguments", call.get("parameters"))
         written = arguments if isinstance(arguments, str) else None  # some models write the arguments as text
-        arguments = pydantic_core.from_json(written) if written else {} if arguments in (None, "") else arguments
+        arguments = _from_json(written) if written else {} if arguments in (None, "") else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         if not call.keys() & {"arguments", "parameters"} and not call.keys() <= {*_KEYS}:
@@ -612,11 +616,11 @@ def strict_json(text: str, *, partial: bool = False) -> Any:
     """Parses JSON. Raises ValueError also for NaN, too large numbers, lone surrogates, and more than about 200 levels,
     which strict clients refuse. `partial`: the text may be cut off, without its last value."""
     try:
-        value = pydantic_core.from_json(text, allow_inf_nan=False)
+        value = _from_json(text, allow_inf_nan=False)
     except ValueError as error:
         if not partial or not str(error).startswith("EOF"):  # else it would return the part before the error
             raise
-        value = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
+        value = _from_json(text, allow_inf_nan=False, allow_partial=True)
     json.dumps(value, allow_nan=False)  # 1e999 is infinite
     return value
 
