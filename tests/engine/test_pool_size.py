@@ -115,3 +115,17 @@ def test_shared_memory():
     small = plan_memory(CONFIG, TARGET, NGRAM, Devices("cpu", memory=Memory(10 * MB, 8 * MB, 0)), state)
     assert small.pool == made.pool and small.total > 8 * MB
     assert str(small.problem) == f"{small.total / 1e9:.2f} GB are needed and there are 0.01 GB"
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, r"fewer max_running_requests \(64\)$"),
+        ({"max_batch": 8}, r"fewer max_batch \(8\) or max_prefill_tokens \(2048\)$"),
+        ({"max_running_requests": 1}, r"fewer max_prefill_tokens \(2048\)$"),
+        ({"max_running_requests": 1, "max_prefill_tokens": 256}, "or smaller weights$"),
+    ],
+)
+def test_advice_names_what_can_be_reduced(plan, changes, advice):
+    with pytest.raises(ValueError, match=advice):
+        plan(with_width(1), WIDE, max_total_tokens=LARGE, **changes).checked()
