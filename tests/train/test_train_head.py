@@ -157,7 +157,7 @@ HEADS: dict[str, HeadConfig] = {
     "eagle3 all norms": HeadConfig(
         "eagle3", **SHARED | THIRD | {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
     ),
-    "eagle3 sliding": HeadConfig("eagle3", **SHARED | THIRD | {"window": 4, "head_norms": True}),
+    "eagle3 sliding": HeadConfig("eagle3", **SHARED | THIRD | {"windows": (4,), "head_norms": True}),
     "eagle3 last layers": HeadConfig("eagle3", **SHARED | THIRD | {"aux_layers": (2, 0, 6)}),
     "eagle3 biases": HeadConfig("eagle3", **SHARED | THIRD | BIASES | {"rope": LLAMA3, "fc_bias": True}),
     "eagle3 own embedding": HeadConfig(
