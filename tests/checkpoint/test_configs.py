@@ -183,7 +183,7 @@ def test_what_to_start_first():
     first = dict(re.findall(r"^\| (H200|RTX 4090|T4), .*? \| (.+) \|$", text, flags=re.MULTILINE))
     assert [*first] == ["H200", "RTX 4090", "T4"]
     for card, files in first.items():
-        for name in re.findall(r"`([^`/]+)`", files):
+        for name in re.findall(r"`([\w.-]+)`", files):
             (fits,) = re.findall(rf"^\| \[`{re.escape(name)}`\].* \| ([^|]+) \|$", text, flags=re.MULTILINE)
             assert card.replace(" ", "") in fits.split(", ") and name in FILES
 
