@@ -111,7 +111,8 @@ def test_mtp_layers_in_config_json(described, name, style, experts):
 
 
 QUICK = (
-    "gpt-oss-20b-eagle3", "llama-2-7b-chat-eagle2", "llama-3-8b-instruct-fr-spec", "llama-3.1-8b-instruct-eagle3",
+    "gemma-4-e4b-it-assistant-24gb", "gpt-oss-20b-eagle3", "llama-2-7b-chat-eagle2", "llama-3-8b-instruct-fr-spec",
+    "llama-3.1-8b-instruct-eagle3",
     "mimo-7b-rl-mtp", "qwen2.5-7b-ngram", "qwen2.5-7b-standalone", "qwen3-8b-dflash", "qwen3-8b-dspark",
     "qwen3.5-4b-dflash", "qwen3.5-4b-dflash-16gb", "qwen3.6-27b-dflash-24gb", "qwen3.6-35b-a3b-dflash",
     "qwen3.6-35b-a3b-nextn", "qwen3.8-27b-dflash2",
@@ -144,6 +145,8 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
     assert document["pool_tokens"] > 8192 or model == DEEPSEEK
     expected = {"NEXTN": "MTP", "DSPARK": "DFLASH"}.get(algorithm, algorithm) if path or algorithm == "NGRAM" else "MTP"
     levels = chosen.speculative_num_steps
+    if path and REAL[path]["architectures"] == ["Gemma4AssistantForCausalLM"]:
+        expected = "ASSISTANT"
     if expected == "EAGLE3" and levels is None:  # SGLang's tree for a Llama
         levels, nodes = 5, 8
     if expected == "NGRAM":
@@ -153,7 +156,7 @@ def test_dry_run_of_real_sizes(described, name, tmp_path, capsys, monkeypatch):
         block = chosen.speculative_dflash_block_size or head["block_size"]
         levels = block - (REAL[path]["architectures"] != ["Qwen3DSparkModel"])
     assert document["drafter"] == {"name": expected, "nodes": nodes or levels + 1, "levels": levels}
-    stored = "float16" if card == "T4" else REAL[model]["torch_dtype"]
+    stored = "float16" if card == "T4" else REAL[model].get("torch_dtype") or REAL[model]["dtype"]
     assert document["dtype"] == (settings.model.dtype if settings.model.dtype != "auto" else stored)
     if (count := PARAMETERS.get(model)) and not quantised:
         weights = document["memory"]["weights"]
