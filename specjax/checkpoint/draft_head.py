@@ -206,14 +206,14 @@ def _describe(
     spec = head_spec(kind)
     settings = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)), skipped=_copies(settings))
+    layers = len(_layers(tensors.arrays)) or 1
+    if layers > 1 and not tensors.has(MASK_FEATURE):
+        raise CheckpointError(f"it has {layers} decoder layers; heads of 1 layer are supported, and P-EAGLE heads")
     _check_kind(tensors, spec)
     heads = settings.integer("num_attention_heads")
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    layers = len(_layers(tensors.arrays)) or 1
-    if layers > 1 and not tensors.has(MASK_FEATURE):
-        raise CheckpointError(f"it has {layers} decoder layers; heads of 1 layer are supported, and P-EAGLE heads")
     masks = tensors.has(MASK_FEATURE) or _is_p_eagle(settings)
     fields, aux_layers = _config_fields(settings, target, spec, head_dim, given, layers, masks), given.aux_layers
     if aux_layers is not None and tensors.arrays[FC].shape[1] != (width := len(aux_layers) * target.hidden_size):

@@ -49,11 +49,15 @@ def test_dialects(tmp_path, dialect):
     form, spec = DIALECTS[dialect], saved.spec
     assert (config.kind, config.block, config.layers, config.aux_layers) == ("block", BLOCK, 2, (1, 3, 4))
     assert (config.from_anchor, config.windows, config.causal) == (spec.from_anchor, spec.windows, spec.causal)
-    assert config.mask_token == 30 and config.rope.theta == 100 and config.norm_epsilon == 1e-5
+    assert (
+        config.mask_token == 30
+        and config.rope.theta == (1e6 if "gemma4" in dialect else 100)
+        and config.norm_epsilon == 1e-5
+    )
     assert config.max_positions is None and config.feature_size == 48
     assert config.mapped == config.own_head == form.mapped and not config.own_embedding
     walk = "rnn" if "rnn" in dialect else "gated" if "gated" in dialect else "vanilla"
-    walk = walk if "dspark" in dialect or dialect[9:] in ("rnn", "gated", "vanilla") else "none"
+    walk = walk if "dspark" in dialect or dialect[9:] in ("rnn", "gated", "vanilla", "gemma4") else "none"
     walk = "selector" if "dflash2" in dialect else walk
     assert (config.walk, config.rank) == (walk, RANK if walk != "none" else 0)
     if form.mapped:

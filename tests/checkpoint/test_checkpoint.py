@@ -269,7 +269,7 @@ CONFIG_REFUSALS = [
      "longrope has 1 factors; 4 are needed"),
     ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type dynamic needs 'factor'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 needs 'low_freq_factor'"),
-    ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'; supported: fp8, gptq, awq, compressed-tensors, mxfp4"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "'hqq'; supported: fp8, gptq, awq, compressed-tensors, "),
     ({"sliding_window": 4096}, "sliding_window is 4096; supported: null"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "all"}, "sliding_window is 'all'; a positive int"),
     ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": 1}, "use_sliding_window is 1; true or false"),
