@@ -6,6 +6,7 @@
     head        a head's configuration and first weights; `export` writes it
     features    the target's outputs, computed once or in each step; `specjax train features` writes files
     run         optimiser, training step and the loop; `output` writes checkpoints, metrics, model card and curves
+    plan        `specjax train --dry-run`: memory and hours, estimated
     generate    `specjax train generate`: the target writes training data
     vocab       `specjax train vocab`: token frequencies for a draft vocabulary
 

@@ -12,7 +12,10 @@ a run. The folder --output then has
     best/, head/     for the server: the head with the best accept length, and the last head
     curves.png       with matplotlib
 
-The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.
+With --dry-run nothing is trained: memory and hours are estimated from the target's config.json.
+
+The last line of stdout is one JSON object. Exit status: 0 done, 1 with --dry-run the run does not fit into the memory,
+2 an error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from functools import partial
 
 from specjax import settings
 from specjax.cli import run_command
+from specjax.gpu import DEVICES
+from specjax.train import plan
 from specjax.train.options import TrainOptions
 from specjax.train.run import train
 
@@ -36,7 +41,16 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     settings.add_flags(parser, TrainOptions())
-    _, options = settings.parse(parser, argv, TrainOptions())
+    group = parser.add_argument_group("dry run", "Reads config.json only; status 1 if the run does not fit.")
+    group.add_argument("--dry-run", action="store_true", help="print estimates of memory and hours, and end")
+    text = f"estimate for one of {', '.join(DEVICES)}; default: this machine's device"
+    group.add_argument("--assume-device", type=str.upper, choices=tuple(DEVICES), metavar="NAME", help=text)
+    args, options = settings.parse(parser, argv, TrainOptions())
+    if args.assume_device and not args.dry_run:
+        parser.error("--assume-device needs --dry-run")
+    if args.dry_run:
+        work = partial(plan.dry_run, options, args.assume_device)
+        return run_command("specjax train", work, interrupted="nothing was written", failed="missing")
     command = shlex.join(["specjax", "train", *(sys.argv[1:] if argv is None else argv)])
     work, after = partial(train, options, command=command), "the same command resumes from the last checkpoint"
     return run_command("specjax train", work, interrupted=after)

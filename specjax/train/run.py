@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from specjax import checkpoint
 from specjax.cache import Weights
+from specjax.cli.flags import ModelSettings
 from specjax.config import ModelConfig
 from specjax.drafters import Params, TreeShape
 from specjax.engine import Engine, SamplingParams
@@ -61,20 +62,29 @@ class Inputs(NamedTuple):
     facts: dict[str, Any]  # counts of the data, for the log and the card
 
 
-def prepare(options: TrainOptions) -> Inputs:
-    """Read everything but the target's weights. Raises CheckpointError, ValueError or OSError for a wrong input."""
-    model, batch = options.model, options.run.batch_size
+def read_config(
+    model: ModelSettings, *, platform: str | None = None, outline: bool = False
+) -> tuple[checkpoint.ModelFiles, ModelConfig]:
+    """The target's files and config. `platform`: see `checkpoint.model_config`; `outline`: without its weights. Raises
+    CheckpointError, or ValueError for a target that cannot be trained on."""
     if model.quantization not in ("auto", "none"):
         raise ValueError(
             f"--quantization {model.quantization} does not apply to training, which uses the checkpoint's own weights; "
             "leave the flag out"
         )
+    files = checkpoint.resolve(model.model, revision=model.revision, progress=True, outline=outline)
+    config = checkpoint.model_config(files.config, dtype=model.dtype, platform=platform)
+    training_target(config, config.dtype)
+    return files, config
+
+
+def prepare(options: TrainOptions) -> Inputs:
+    """Read everything but the target's weights. Raises CheckpointError, ValueError or OSError for a wrong input."""
+    model, batch = options.model, options.run.batch_size
     devices = jax.local_device_count()
     if batch % devices:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
-    files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
-    config = checkpoint.model_config(files.config, dtype=model.dtype)
-    training_target(config, config.dtype)  # raises an error for a model that cannot be trained on
+    files, config = read_config(model)
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     source = TargetSource(files, tokenizer, config, eos)
