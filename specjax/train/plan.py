@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def make_plan(options: TrainOptions, device: Device | None) -> dict[str, Any]:
     draft, run = draft_of(options, TargetSource(files, None, config, ())), options.run
     rows, products = trace(options, config, draft)
     rows["measuring"] = measuring_bytes(options, config, draft.config), "KV pool, and the head as served"
-    total, limit = sum(size for size, _ in rows.values()), 0
+    total = sum(size for size, _ in rows.values())
     plan: dict[str, Any] = {
         "model": options.model.model, "draft": options.draft.draft, "device": device and device.name, "total": total,
         "memory": [{"name": name, "bytes": size, "note": note} for name, (size, note) in rows.items()],
@@ -61,7 +61,7 @@ def make_plan(options: TrainOptions, device: Device | None) -> dict[str, Any]:
     if device is not None:
         limit = int(device.memory * (given_share() or XLA_SHARE))
         hours = plan["products"] / (device.speed(run.compute_dtype) * PEAK_SHARE) / 3600
-        plan |= {"hours": round(hours, 2), "limit": limit, "missing": max(total - limit, 0)}
+        plan |= {"limit": limit, "missing": max(total - limit, 0), "hours": round(hours, 2)}
     return plan
 
 
@@ -72,7 +72,8 @@ def draft_of(options: TrainOptions, source: TargetSource) -> HeadDraft:
     draft = HeadDraft(replace(options, draft=replace(settings, init_from=None), block=block), source)
     if (name := settings.init_from) is not None:
         kind, new = BlockConfig.kind if blocks else ALGORITHMS[settings.draft].kind, draft.config
-        draft.config: Any = checkpoint.describe_head(name, source.config, kind=kind, norm_output=settings.norm_output)
+        head = checkpoint.describe_head(name, source.config, kind=kind, norm_output=settings.norm_output)
+        draft.config = cast(HeadConfig, head)
         if isinstance(new, BlockConfig):  # training adds a walk to a head without one
             draft.config = replace(draft.config, **{field: getattr(new, field) for field in WALK})
     return draft
@@ -81,7 +82,7 @@ def draft_of(options: TrainOptions, source: TargetSource) -> HeadDraft:
 def trace(options: TrainOptions, config: ModelConfig, draft: HeadDraft) -> tuple[dict[str, tuple[int, str]], float]:
     """Bytes and notes of a step, and the products of a forward and backward pass, on one device."""
     run, dtype, target = options.run, options.run.compute_dtype, training_target(config, options.run.compute_dtype)
-    served, key = declared(config, config.vocab_size).params(), jax.eval_shape(jax.random.key, 0)
+    served, key = declared(config, config.vocab_size).params(), jax.eval_shape(jax.random.key, run.train_seed)
     params = jax.eval_shape(partial(with_dtype, dtype=dtype), served)
     first = partial(init_head_params, draft.config, make_target(config))
     weights, frozen = jax.eval_shape(lambda key: split_params(first(key)), key)
