@@ -2,7 +2,7 @@
 
 The functions of the run are traced without arrays. A step keeps the residuals of `jax.vjp` for its backward pass. XLA
 frees or recomputes some of them and adds temporaries: tiny steps on a CPU took 0.6 to 1 times this estimate. Products
-are counted in the traced step: the target's forward, and the head's rounds or blocks forward and backward.
+are counted in the traced step: the target's forward, and the head's rounds or blocks, forward and backward.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from specjax import checkpoint
 from specjax.cache import bytes_per_token, init_cache
 from specjax.config import BlockConfig, HeadConfig, ModelConfig
 from specjax.gpu import DEVICES, SHARE_VARIABLES, XLA_SHARE, Device, given_share, named
-from specjax.models import make_target
 from specjax.models.declared import declared
 from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import ALGORITHMS
@@ -72,8 +70,7 @@ def draft_of(options: TrainOptions, source: TargetSource) -> HeadDraft:
     draft = HeadDraft(replace(options, draft=replace(settings, init_from=None), block=block), source)
     if (name := settings.init_from) is not None:
         kind, new = BlockConfig.kind if blocks else ALGORITHMS[settings.draft].kind, draft.config
-        head = checkpoint.describe_head(name, source.config, kind=kind, norm_output=settings.norm_output)
-        draft.config = cast(HeadConfig, head)
+        draft.config = cast(HeadConfig, checkpoint.describe_head(name, source.config, kind=kind))
         if isinstance(new, BlockConfig):  # training adds a walk to a head without one
             draft.config = replace(draft.config, **{field: getattr(new, field) for field in WALK})
     return draft
@@ -84,8 +81,7 @@ def trace(options: TrainOptions, config: ModelConfig, draft: HeadDraft) -> tuple
     run, dtype, target = options.run, options.run.compute_dtype, training_target(config, options.run.compute_dtype)
     served, key = declared(config, config.vocab_size).params(), jax.eval_shape(jax.random.key, run.train_seed)
     params = jax.eval_shape(partial(with_dtype, dtype=dtype), served)
-    first = partial(init_head_params, draft.config, make_target(config))
-    weights, frozen = jax.eval_shape(lambda key: split_params(first(key)), key)
+    weights, frozen = jax.eval_shape(lambda key: split_params(init_head_params(draft.config, target, key)), key)
     optimizer = make_optimizer(options.optimizer, schedule(options.optimizer, run.steps))
     ids, is_learnt = (jax.ShapeDtypeStruct((run.batch_size, options.data.row_length), x) for x in (jnp.int32, bool))
     batch, run_target = Rows(*[ids] * len(Rows._fields))._replace(loss=is_learnt), teach(target, draft.config.features)
@@ -137,7 +133,7 @@ def count_products(jaxpr: Any) -> float:
 
 
 def tree_bytes(tree: Any) -> int:
-    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def report(plan: dict[str, Any]) -> str:
