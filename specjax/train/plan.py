@@ -1,7 +1,8 @@
 """`specjax train --dry-run`: estimates memory and hours of a training run from config.json.
 
 The functions of the run are traced without arrays. A step keeps the residuals of `jax.vjp`; XLA needs fewer of them
-and adds temporaries: tiny EAGLE-3 steps on a CPU took 0.7 to 0.8 times this estimate. Products are counted in the trace.
+and adds temporaries: tiny EAGLE-3 steps on a CPU took 0.7 to 0.8 times this estimate. Products are counted in the
+trace.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ def test_this_device_and_refusals(model, dry_run, capsys):
     assert "--assume-device needs --dry-run" in capsys.readouterr().err
 
 
-BLOCK = {"rounds": None, "measure_steps": 3, "block_size": 4, "draft_layers": 2, "mask_token": 1}
+BLOCK = {
+    "rounds": None, "measure_steps": 3, "block_size": 4, "draft_layers": 2, "mask_token": 1, "aux_layers": ("1", "2"),
+}  # fmt: skip
 DRAFTS: dict[str, dict[str, Any]] = {
     "EAGLE3": {"draft_vocab_size": 40, "accumulate": 2}, "EAGLE": {"rounds": None}, "MTP": {}, "DFLASH": BLOCK,
     "DSPARK": BLOCK, "DFLASH2": BLOCK | {"draft_vocab_size": 40},
