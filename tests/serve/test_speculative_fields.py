@@ -96,9 +96,10 @@ def test_openais_sdk_reads_the_fields(server: Running, stream):
         stream=stream,
     )
     bodies = [event.to_dict() for event in answer] if stream else [answer.to_dict()]
-    assert (
-        bodies[-1]["speculative"]["spec_verify_ct"] > 0 and bodies[0]["choices"][0]["speculative"]["tokens"] is not None
-    )
+    tokens = [
+        choice["speculative"]["tokens"] for body in bodies for choice in body["choices"] if "speculative" in choice
+    ]
+    assert bodies[-1]["speculative"]["spec_verify_ct"] > 0 and any(tokens)
     for body in bodies:
         kind = ChatCompletionChunk if stream else ChatCompletion
         kind.model_validate(body)
