@@ -117,16 +117,17 @@ PLAIN_SCORES = Scores()
 def attention(
     x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend,
     scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
-    norm: Norm | None = None, residual: Float[Array, "B N M2"] | None = None, gate: Array | None = None,
+    norm: Norm | None = None, norm_values: bool = False, residual: Float[Array, "B N M2"] | None = None,
+    gate: Array | None = None,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
     """Attention of x, normalised by `norm`, plus `residual`; and the keys and values of the block. `gate` [B, N, H E]
     multiplies each head's output by its sigmoid.
 
     `specjax.models.params.attention_leaves` declares the weights. `rotation` is `rotations` of the positions. The mask
     covers the C block keys, beginning with `past.before`. `head_norm` (x, weight [E]) normalises queries and keys with
-    the weights `query_norm` and `key_norm`.
+    the weights `query_norm` and `key_norm`; with `norm_values` also values, without weights.
     """
-    rotated = _rotated(x, weights, rotation, head_norm, norm)
+    rotated = _rotated(x, weights, rotation, head_norm, norm, norm_values)
     return attended(
         rotated, x.shape, weights, positions, mask, past, backend=backend, scores=scores, residual=residual, gate=gate
     )
@@ -161,15 +162,15 @@ def attended(
 
 def keys_values(
     x: Hidden, weights: Weights, rotation: Rotation, *, head_norm: Callable[[Array, Array], Array] | None = None,
-    norm: Norm | None = None,
+    norm: Norm | None = None, norm_values: bool = False,
 ) -> KeyValue:  # fmt: skip
     """The keys and values that `attention` returns, without attention."""
-    return _key_value(_rotated(x, weights, rotation, head_norm, norm))
+    return _key_value(_rotated(x, weights, rotation, head_norm, norm, norm_values))
 
 
 def _rotated(
     x: Hidden, weights: Weights, rotation: Rotation, head_norm: Callable[[Array, Array], Array] | None,
-    norm: Norm | None,
+    norm: Norm | None, norm_values: bool,
 ) -> Array:  # fmt: skip
     """Queries, keys and values of x, [B, N, K, G + 2, E], after norms and rotary embedding."""
     mixed = mesh.split(linear(x, weights, "qkv", norm=norm), 2)
@@ -181,7 +182,7 @@ def _rotated(
     if head_norm is not None:
         queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
         rotated = jnp.where(place < group, queries, keys)
-        if "layer_scale" in weights:  # Gemma 4's layers of draft heads normalise values, too
+        if norm_values:
             mixed = head_norm(mixed, jnp.ones_like(weights["key_norm"]))
     return jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
 

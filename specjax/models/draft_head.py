@@ -131,6 +131,7 @@ class DraftHead:
         x, block = attention(
             x, weights, rotation, positions, mask, past, backend=self.backend, residual=None if gemma else residual,
             scores=Scores(1.0 if gemma else None, window), head_norm=self._head_norm, norm=norm,
+            norm_values=gemma,
         )  # fmt: skip
         mlp = partial(gated_mlp, weights=weights, norm=self._norm_of(weights, "mlp_norm"))
         if not gemma:
@@ -143,7 +144,7 @@ class DraftHead:
         """The keys and values of a block, [B, N, K, E], as `forward` returns them."""
         x, _ = self._inputs(params, embedded, feature, positions)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
-        return keys_values(x, params, rotation, head_norm=self._head_norm)
+        return keys_values(x, params, rotation, head_norm=self._head_norm, norm_values=self.config.gemma_layers)
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits of features that `forward` returned."""
