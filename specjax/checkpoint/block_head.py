@@ -129,8 +129,12 @@ def block_config(
 def not_read(settings: Settings) -> set[str]:
     """Tensors that a head may have and that are not read. DSpark's confidence chooses how many drafts are checked;
     `specjax.engine.draft_policy` does so here."""
-    copies = {EMBED, HEAD} if architecture_of(settings) in DEEPSPEC else set()
-    return {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"} | copies
+    return {MASK, OFFSETS, "confidence_head.proj.weight", "confidence_head.proj.bias"} | copies(settings)
+
+
+def copies(settings: Settings) -> set[str]:
+    """Tensors that DeepSpec copies from the target."""
+    return {EMBED, HEAD} if architecture_of(settings) in DEEPSPEC else set()
 
 
 def architecture_of(settings: Settings) -> str:

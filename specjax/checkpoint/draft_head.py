@@ -22,6 +22,7 @@ from specjax.checkpoint.block_head import (
     DEEPSPEC,
     architecture_of,
     block_config,
+    copies,
     embedding_scale,
     layer_fields,
     layer_names,
@@ -205,7 +206,7 @@ def _describe(
         return _describe_block(name, folder, target, given.sample_from_anchor)
     spec = head_spec(kind)
     settings = layer_config(read_json(folder / "config.json", name))
-    tensors = common_names(_read(find_weights(name, folder, torch_too=True)), skipped=_copies(settings))
+    tensors = common_names(_read(find_weights(name, folder, torch_too=True)), skipped=copies(settings))
     layers = len(_layers(tensors.arrays)) or 1
     if layers > 1 and not tensors.has(MASK_FEATURE):
         raise CheckpointError(f"it has {layers} decoder layers; heads of 1 layer are supported, and P-EAGLE heads")
@@ -257,7 +258,7 @@ def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        own_head=spec.own_ends and not _copies(settings),
+        own_head=spec.own_ends and not copies(settings),
         mapped=vocab_size != target.vocab_size,
         fc_bias=bool(settings.optional("bias", spec.absent_bias)),
         attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
@@ -477,11 +478,6 @@ class HeadTensors:
         if self.arrays[name].ndim != 2 or 0 in self.arrays[name].shape:
             raise CheckpointError(f"{self.label(name)} must have two dimensions")
         return self.arrays[name]
-
-
-def _copies(settings: Settings) -> set[str]:
-    """Tensors that DeepSpec copies from the target."""
-    return {EMBED, HEAD} if architecture_of(settings) in DEEPSPEC else set()
 
 
 def common_names(tensors: Mapping[str, np.ndarray], skipped: Collection[str] = ()) -> HeadTensors:
