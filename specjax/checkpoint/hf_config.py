@@ -45,8 +45,9 @@ LAYER_TENSORS = 6  # the fewest of a layer, Phi-3's
 
 
 def model_config(
-    hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None, context_length: int | None = None
-) -> ModelConfig:
+    hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None,
+    context_length: int | None = None, before_ampere: bool | None = None,
+) -> ModelConfig:  # fmt: skip
     """Read the description of a model from a parsed config.json of transformers 4 or 5.
 
     Args:
@@ -54,6 +55,7 @@ def model_config(
         NVIDIA GPU before Ampere, which does not multiply that.
       platform: for dtype auto; ``jax.default_backend()`` if None.
       context_length: the longest text served, which selects longrope's factors; None: the model's.
+      before_ampere: for dtype auto, whether the GPU is one before Ampere; None: as this process's.
     """
     architectures = Settings(hf_config).texts("architectures")
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
@@ -79,7 +81,10 @@ def model_config(
             config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
             partial=reader.partial_rope,
         )  # fmt: skip
-    weights_dtype, positions = _dtype(config, dtype, platform), scaled_positions(fields["rope"], max_positions)
+    weights_dtype, positions = (
+        _dtype(config, dtype, platform, before_ampere),
+        scaled_positions(fields["rope"], max_positions),
+    )
     if weights_dtype == "float16" and not reader.float16:
         if dtype == "float16":
             problem = f"float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
@@ -154,7 +159,7 @@ def refuse_unsupported(config: Settings, only: Values) -> None:
             raise unsupported(key, value, description)
 
 
-def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
+def _dtype(config: Settings, dtype: str, platform: str | None, before_ampere: bool | None) -> str:
     if dtype in DTYPES:
         return dtype
     if dtype != "auto":
@@ -168,9 +173,11 @@ def _dtype(config: Settings, dtype: str, platform: str | None) -> str:
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if stored not in DTYPES:
         raise CheckpointError(f"config.json: torch_dtype is {stored!r}; set dtype to one of: {', '.join(DTYPES)}")
-    from specjax_kernels.platforms import before_ampere
+    if before_ampere is None:
+        from specjax_kernels import platforms
 
-    return "float16" if stored == "bfloat16" and before_ampere() else stored
+        before_ampere = platforms.before_ampere()
+    return "float16" if stored == "bfloat16" and before_ampere else stored
 
 
 @dataclass(frozen=True)

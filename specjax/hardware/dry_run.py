@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -161,18 +161,11 @@ class Outline:
 
 def outline(
     model: str, *, draft: DraftOptions | str = Auto.algorithm, dtype: str = "auto", quantization: str = "auto",
-    revision: str | None = None, platform: str | None = None, before_ampere: bool = False,
+    revision: str | None = None, platform: str | None = None, before_ampere: bool | None = None,
 ) -> Outline:  # fmt: skip
     """Describes target and drafter for a platform ("cpu", "gpu"; None: this process's), as `load` would load them."""
     platform = platform or jax.default_backend()
-
-    def described(hf_config: Mapping[str, Any]) -> ModelConfig:
-        config = checkpoint.model_config(hf_config, dtype=dtype, platform=platform)
-        if before_ampere and dtype == "auto" and config.dtype == "bfloat16":
-            with suppress(checkpoint.CheckpointOptionError):  # float16 is too small for the model
-                return checkpoint.model_config(hf_config, dtype="float16", platform=platform)
-        return config
-
+    described = partial(checkpoint.model_config, dtype=dtype, platform=platform, before_ampere=before_ampere)
     options, plugin = requested(model, draft)
     files = checkpoint.resolve(model, revision=revision, progress=True, outline=True)
     config = described(files.config)
