@@ -463,10 +463,7 @@ def with_tools(chat: Chat, form: AnswerForm, tools: Tools, effort: tuple[str, st
     if value is not None and form.efforts is not None and value not in form.efforts:
         problem = f"{field} {value!r} is not supported by this model's chat template; it supports"
         raise bad_request(f"{problem} {', '.join(form.efforts)}", field, "unsupported")
-    more: dict[str, Any] = {"tools": tools.offered} if tools.offered else {}
-    more |= {} if value is None else {"reasoning_effort": value}
-    sanitize = chat.sanitize_control_tokens
-    return Chat(form.for_template(list(chat)), {**chat.template, **more}, sanitize_control_tokens=sanitize)
+    return tools.chat(form, chat, chat, **({} if value is None else {"reasoning_effort": value}))
 
 
 def chat_task(

@@ -165,14 +165,14 @@ class Tools:
             raise ParameterError("tools", f"need a list of messages as prompt, got {shown(prompt)}")
         chat = prompt if isinstance(prompt, Chat) else Chat(cast(Any, prompt))
         reply, fields = self.checked(form).plan(form, params.grammar, hide=params.skip_special_tokens)
+        return self.chat(form, chat, [_as_turn(message) for message in chat]), replace(params, **fields), reply
+
+    def chat(self, form: AnswerForm, chat: Chat, turns: Sequence[Mapping[str, Any]], **variables: Any) -> Chat:
+        """A chat of these turns for the model's template, with earlier calls in the model's form and the offered
+        functions. `variables`: of the template, beside those of `chat`."""
         more = {"tools": self.offered} if self.offered else {}
-        turns = form.for_template([_as_turn(message) for message in chat])
-        sanitize = chat.sanitize_control_tokens
-        return (
-            Chat(turns, {**chat.template, **more}, sanitize_control_tokens=sanitize),
-            replace(params, **fields),
-            reply,
-        )
+        template, sanitize = {**chat.template, **more, **variables}, chat.sanitize_control_tokens
+        return Chat(form.for_template(list(turns)), template, sanitize_control_tokens=sanitize)
 
     def _constraint(self, form: AnswerForm, answer: Grammar | None, field: str | None) -> Grammar | None:
         """The grammar of the answer: calls, if the choice or strict functions require it, else `answer`."""
