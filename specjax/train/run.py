@@ -66,7 +66,7 @@ def read_config(
     model: ModelSettings, *, platform: str | None = None, outline: bool = False
 ) -> tuple[checkpoint.ModelFiles, ModelConfig]:
     """The target's files and config. `platform`: see `checkpoint.model_config`; `outline`: without its weights. Raises
-    CheckpointError, or ValueError for a target that cannot be trained on."""
+    CheckpointError, or ValueError for quantised weights."""
     if model.quantization not in ("auto", "none"):
         raise ValueError(
             f"--quantization {model.quantization} does not apply to training, which uses the checkpoint's own weights; "
@@ -74,7 +74,6 @@ def read_config(
         )
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True, outline=outline)
     config = checkpoint.model_config(files.config, dtype=model.dtype, platform=platform)
-    training_target(config, config.dtype)
     return files, config
 
 
