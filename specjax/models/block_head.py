@@ -70,7 +70,8 @@ class BlockHead(DraftHead):
         for i in range(self.config.layers):
             # XLA:GPU would multiply equal inputs once, by a concatenation of all layers' matrices made in each step.
             context = jax.lax.optimization_barrier(context)
-            entries.append(keys_values(context, params[f"layers_{i}"], rotation, head_norm=self._head_norm))
+            weights, norm_values = params[f"layers_{i}"], self.config.gemma_layers
+            entries.append(keys_values(context, weights, rotation, head_norm=self._head_norm, norm_values=norm_values))
         return tuple(entries)
 
     def block(
@@ -104,8 +105,8 @@ class BlockHead(DraftHead):
         norms = [Norm(weights[name], self.config.norm_epsilon) for name in ("attention_norm", "mlp_norm")]
         if not self.config.conv_taps:
             return self._decoded(weights, x, x, norm=norms[0], window=window, **where)[0]
-        scores, head_norm = Scores(window=window), self._head_norm
-        attend = partial(attention, weights=weights, backend=self.backend, scores=scores, head_norm=head_norm, **where)
+        where |= {"scores": Scores(window=window), "norm_values": self.config.gemma_layers}
+        attend = partial(attention, weights=weights, backend=self.backend, head_norm=self._head_norm, **where)
         before, after = self._convolutions(weights, "attention_conv", rms_norm(x, *norms[0][:2]))
         x = x + after(attend(before)[0])
         before, after = self._convolutions(weights, "mlp_conv", rms_norm(x, *norms[1][:2]))
