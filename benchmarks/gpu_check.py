@@ -530,8 +530,8 @@ def needs_gpu() -> None:
     if jax.default_backend() != "gpu":
         sys.exit(
             f"{Path(sys.argv[0]).name} needs an NVIDIA GPU, but JAX uses {jax.default_backend()!r} "
-            f"({jax.devices()[0].device_kind}). Install the driver and JAX with CUDA (pip install 'specjax[cuda13]' or "
-            "'specjax[cuda12]'). --tiny runs on any device."
+            f"({jax.devices()[0].device_kind}). Install the driver and JAX with CUDA (pip install -e '.[cuda13]' or "
+            "'.[cuda12]'). --tiny runs on any device."
         )
 
 
