@@ -92,7 +92,8 @@ def load(
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.state_shapes.draft))
-    logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
+    message = "Loaded %s on %s in %.1f s; activations in %s"  # weights may be in fewer bits
+    logger.info(message, settings.model.model, engine.device_name, seconds, dtype)
     if engine.mesh is not None and engine.mesh.size > 1:
         held = engine.params, engine.programs.state_shapes
         weights, state = (local_bytes(tree) / 1e9 for tree in held)

@@ -191,7 +191,7 @@ def test_log_of_a_start_and_of_steps(shared):
     lines = [
         r"Listening on http://127\.0\.0\.1:\d+; requests get a 503 until the model is loaded",
         r"Loading \S+: [\d.]+\wB in [\d.]+ s",
-        r"Loaded \S+ on \S+ in [\d.]+ s: float32",
+        r"Loaded \S+ on \S+ in [\d.]+ s; activations in float32",
         rf"KV pool: {2 * CONTEXT} tokens in pages of 16, \d+\.\d\d GB for the target, \d+\.\d\d GB for the draft",
         r"Speculation:\n  algorithm  NGRAM\n  tree       up to 4 tokens; .*\n  drafts     in steps where",
         r"Compiling: \d+ buckets? in [\d.]+ s",
