@@ -24,7 +24,7 @@
 # The idea is the oldest there is, a table of **bigrams**: which tokens most often follow this one. It knows nothing but
 # the last token. Still it is a draft, and its trees are made as EAGLE-2's are.
 #
-# It runs on a CPU in two minutes.
+# It runs on a CPU in a few minutes.
 #
 # The first cell installs specjax if it is missing. Until specjax is on PyPI, put the wheel that `make wheel` writes to
 # `dist/` in this notebook's folder, or change the first line: `".."` is the checkout around this folder, and

@@ -26,7 +26,7 @@
 # ```
 #
 # This notebook runs the first two for the built-in model on a few questions, draws the curves, and measures the head in
-# the engine, beside the one that ships, which saw a hundred times more text. It takes about eight minutes on two cores.
+# the engine, beside the one that ships, which saw a hundred times more text. It takes several minutes on two cores.
 #
 # The first cell installs specjax if it is missing. Until specjax is on PyPI, put the wheel that `make wheel` writes to
 # `dist/` in this notebook's folder, or change the first line: `".."` is the checkout around this folder, and

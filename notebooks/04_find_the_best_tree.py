@@ -24,7 +24,7 @@
 # the faster half and doubles the number of conversations. So a slow tree costs one conversation, and the best few run
 # on all of them. Every tree's score is its speed-up over no drafts, measured in the same process, taking turns.
 #
-# It takes about eight minutes on 2 cores, half of them for compiling.
+# It takes several minutes on 2 cores, half of them for compiling.
 #
 # The first cell installs specjax if it is missing. Until specjax is on PyPI, put the wheel that `make wheel` writes to
 # `dist/` in this notebook's folder, or change the first line: `".."` is the checkout around this folder, and

@@ -25,7 +25,7 @@
 # Every text is the target's own, so methods differ in speed alone: the last column of the table counts the texts that
 # equal those of decoding without drafts.
 #
-# It takes about five minutes on 2 cores, one or two of them for compiling.
+# It takes several minutes on 2 cores, one or two of them for compiling.
 #
 # The first cell installs specjax if it is missing. Until specjax is on PyPI, put the wheel that `make wheel` writes to
 # `dist/` in this notebook's folder, or change the first line: `".."` is the checkout around this folder, and
