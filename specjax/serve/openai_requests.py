@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from pydantic_core import PydanticCustomError
 
 from specjax.checkpoint.prompts import Chat
-from specjax.engine.chat.message_format import AnswerForm, Effort
+from specjax.engine.chat.message_format import AnswerForm, Effort, effort_variables
 from specjax.engine.chat.tools import Tools
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.engine.sampling_params import GRAMMARS, SamplingParams
@@ -261,7 +261,7 @@ def parameter(name: str, description: str | None = None) -> Any:
     return Field(None, ge=limits.minimum, gt=limits.above, le=limits.maximum, description=description)
 
 
-EFFORT = "Variable `reasoning_effort` of the chat template, also over `chat_template_kwargs`."
+EFFORT = "Variable `reasoning_effort` of the chat template; none = no thoughts. Also over `chat_template_kwargs`."
 
 
 class StreamOptions(Body):
@@ -463,7 +463,7 @@ def with_tools(chat: Chat, form: AnswerForm, tools: Tools, effort: tuple[str, st
     if value is not None and form.efforts is not None and value not in form.efforts:
         problem = f"{field} {value!r} is not supported by this model's chat template; it supports"
         raise bad_request(f"{problem} {', '.join(form.efforts)}", field, "unsupported")
-    return tools.chat(form, chat, chat, **({} if value is None else {"reasoning_effort": value}))
+    return tools.chat(form, chat, chat, **effort_variables(value))
 
 
 def chat_task(

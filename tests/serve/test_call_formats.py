@@ -133,7 +133,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 @pytest.mark.parametrize(
     ("template", "efforts"),
     [
-        (GUARDED, ("low", "medium", "xhigh")),
+        (GUARDED, ("none", "low", "medium", "xhigh")),
         ("{{ reasoning_effort }}" + TEMPLATE, EFFORTS),
         ("{{ reasoning_effort }}{{ raise_exception('no') }}", None),  # a request gets its error
         (TEMPLATE, ("none", "medium")),
@@ -155,7 +155,7 @@ def test_efforts_of_a_template(template, efforts):
             assert (error is None) == (accepted or (path == MESSAGES and effort == "high"))
             assert error is None or f"it supports {', '.join(efforts or ())}" in str(error)
     if template == GUARDED:
-        for effort, begins in (("high", "xhigh: "), ("low", "low: ")):
+        for effort, begins in (("high", "xhigh: "), ("low", "low: "), ("none", "hello")):
             chat: Any = task(MESSAGES, EVERY_LEAST[MESSAGES] | {"output_config": {"effort": effort}}, rules).prompts[0]
             assert render_chat(chat, tokenizer, chat.template).startswith(begins)
 

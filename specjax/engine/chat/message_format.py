@@ -181,6 +181,16 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
     )
 
 
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template for an effort of reasoning. `none` also closes thoughts that are open by default,
+    as Qwen3.5's."""
+    return (
+        {}
+        if effort is None
+        else {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    )
+
+
 def _efforts(tokenizer: Any, source: str, harmony: bool) -> tuple[str, ...] | None:
     """`AnswerForm.efforts`: those for which the template renders. Qwen3.8's refuses all but three."""
     if "reasoning_effort" not in source:
@@ -190,7 +200,8 @@ def _efforts(tokenizer: Any, source: str, harmony: bool) -> tuple[str, ...] | No
 
     def accepts(effort: str) -> bool:
         try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, reasoning_effort=effort)
+            messages = [{"role": "user", "content": "x"}]
+            tokenizer.apply_chat_template(messages, tokenize=False, **effort_variables(effort))
         except Exception:  # as in `_takes_tools`
             return False
         return True
