@@ -126,12 +126,19 @@ def scripted_model(
         assert isinstance(tokens, list)
         return tokens
 
-    vocabulary = len(tokenizer)
-    texts = [(ids([token.format(key) for token in start]), ids(script)) for key, script in scripts.items()]
+    answers = [(ids([token.format(key) for token in start]), ids(script)) for key, script in scripts.items()]
+    return answering_model(len(tokenizer), answers, ids([*preferred]), window)
+
+
+def answering_model(
+    vocabulary: int, answers: list[tuple[list[int], list[int]]], preferred: list[int], window: int
+) -> Toy:
+    """A table model over the last `window` tokens. By its `answers`, tokens that end a prompt come before others; all
+    other texts have the tokens `preferred`, the best last."""
     for stride in range(5, 400):
         following: dict[int, int] = {}
-        for start, script in texts:
-            tokens = list(start)
+        for before, script in answers:
+            tokens = list(before)
             for token in script:
                 if following.setdefault(table_row(tokens, window, ROWS, stride), token) != token:
                     break
@@ -141,7 +148,7 @@ def scripted_model(
             break
         else:
             table = np.zeros((ROWS, vocabulary), np.float32)
-            for preference, token in enumerate(ids([*preferred])):
+            for preference, token in enumerate(preferred):
                 table[:, token] = preference * 4  # ends the text of a grammar soon
             for row, token in following.items():
                 table[row] = 0
