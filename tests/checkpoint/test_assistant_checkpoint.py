@@ -19,12 +19,12 @@ from family_helpers import save_family
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised
 from tiny_assistants import save_assistant
-from tiny_checkpoints import save_llama
+from tiny_checkpoints import save_llama, write_gguf
 from tiny_heads import save_head
 
 from specjax.checkpoint import CheckpointError, describe_head, load_head, model_config, resolve
 from specjax.config import AssistantConfig, ModelConfig
-from specjax.drafters import Assistant, Auto, Eagle, Eagle3, Mtp, Ngram
+from specjax.drafters import Assistant, Auto, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.limits import ParameterError
 from specjax.load import choose, load
 
@@ -220,3 +220,13 @@ def test_wrong_folders(folders, target, tmp_path):
         ParameterError, match=rf"^Eagle3\.path {assistant}: .*architectures is Gemma4Unified.*MTP or ASSISTANT"
     ):
         load(model, draft=Eagle3(path=assistant), progress=False)
+
+
+@pytest.mark.parametrize("options", [Assistant, Mtp, Eagle, Standalone])
+def test_gguf_files(folders, tmp_path, options):
+    """Assistants are read from safetensors. A file is refused by its name or its architecture."""
+    file = tmp_path / "gemma-assistant.gguf"
+    write_gguf(file, {}, architecture="gemma4-assistant")
+    problem = "general.architecture is 'gemma4-assistant'; supported: " if options is Standalone else "is a file; give"
+    with pytest.raises(ParameterError, match=rf"^{options.__name__}\.path {file}: .*{problem}"):
+        load(str(folders[0]), draft=options(path=str(file)), progress=False)

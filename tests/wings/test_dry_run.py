@@ -614,3 +614,15 @@ def test_pages_in_windows_and_embeddings_of_layers(configs, dry_run):
     assert "1.611 GB are the layers' own embeddings, of which a token reads a row" in text
     read = document["memory"]["weights"] - document["reads"]["forward"]
     assert read == document["layer_embeddings"], "a token reads a row"
+
+
+def test_embeddings_of_layers_that_do_not_fit(configs, dry_run):
+    """E4B in 16 bits on 16 GB: the report has the table's bytes, and what would work."""
+    (configs / "e4b").mkdir()
+    (configs / "e4b" / "config.json").write_text(json.dumps(PUBLISHED["google/gemma-4-E4B-it"]))
+    argv = "--model", configs / "e4b", "--assume-device", "t4", "--speculative-algorithm", "NONE"
+    text = dry_run(*argv, text=True).text
+    assert "5.637 GB are the layers' own embeddings" in text and text.rstrip().endswith("does not fit")
+    assert "why: no memory is left for the KV pool" in text and "change: --quantization int8" in text
+    document = dry_run(*argv, "--quantization", "int8").document
+    assert document["fits"] and 0.5 <= document["layer_embeddings"] / 5.637e9 < 0.51
