@@ -146,9 +146,9 @@ def mtp_table(config: MtpConfig) -> Table:
 
 
 def mtp_sizes(config: MtpConfig) -> Sizes:
-    """Sizes of the letters of `mtp_table`. F: the input of `fc`. Of an assistant: N, channels of a feature; C clusters
-    of t tokens."""
-    sizes = dimensions(config.layer) | {"F": 2 * config.feature_size, "N": config.feature_size}
+    """Sizes of the letters of `mtp_table`. F: the input of `fc`; W: tokens that are proposed. Of an assistant: N,
+    channels of a feature; C clusters of t tokens."""
+    sizes = dimensions(config.layer) | {"F": 2 * config.feature_size, "N": config.feature_size, "W": config.vocab_size}
     if isinstance(config, AssistantConfig) and config.centroids:
         sizes |= {"C": config.centroids, "t": config.vocab_size // config.centroids}
     return sizes

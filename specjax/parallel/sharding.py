@@ -151,7 +151,8 @@ def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int =
         heads = "query heads" if latent else f"query heads on {config.num_kv_heads} key/value heads"
         problem = f"{count} cannot split the {config.num_heads} {heads} of {what} evenly"
         raise ParameterError("tensor_parallel", problem, "EngineConfig")
-    if isinstance(config, ModelConfig) and (kinds := config.kinds) and (config.num_kv_heads | kinds.kv_heads) % count:
+    kinds = config.kinds if isinstance(config, ModelConfig) else None
+    if kinds is not None and (config.num_kv_heads % count or kinds.kv_heads % count):
         numbers = f"{config.num_kv_heads} key/value heads of layers with a window, and the {kinds.kv_heads} of others"
         raise ParameterError("tensor_parallel", f"{count} cannot split the {numbers}, of {what}", "EngineConfig")
     return config if copies == 1 else cast(AnyConfig, replace(config, num_kv_heads=config.num_kv_heads * copies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from mesh_helpers import run
 from specjax_kernels.mesh import AXIS, spec
 from tiny_checkpoints import save_llama
 
-from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.config import HeadConfig, LayerKinds, ModelConfig, MtpConfig, RopeConfig
+from specjax.load import declared_models
+from specjax.models import make_target
 from specjax.models.params import ATTENTION_NORM, attention_leaves
 from specjax.parallel.sharding import copies_of, fitted, make_mesh, regrouped
 
@@ -64,7 +67,7 @@ def test_plain_steps_and_drafts(alone):
 
 @pytest.mark.slow
 def test_every_drafter(alone):
-    cases = [["texts", case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp", "block")]
+    cases = [["texts", case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp", "mtp_map", "block")]
     cases += [["texts", "eagle3", 4], ["texts", "standalone", 4]]
     result = run(*cases)
     for (_, _, devices), one in zip(cases, result, strict=True):
@@ -171,6 +174,19 @@ def test_refused_splits():
     with pytest.raises(ValueError, match="tensor_parallel 9 needs 9 devices, and JAX has"):
         make_mesh(9)
     assert make_mesh(1) is None
+    for count, windowed, full in ((3, 3, 1), (3, 1, 2), (2, 2, 3), (3, 3, 6)):
+        config = replace(CONFIG, num_kv_heads=windowed, num_heads=6 * windowed, kinds=LayerKinds(8, full))
+        if (windowed, full) == (3, 6):
+            assert fitted(config, count) is config
+            continue
+        with pytest.raises(ValueError, match=f"{windowed} key/value heads of layers with a window, and the {full} of"):
+            fitted(config, count)
+
+
+def test_columns_of_a_token_map_in_the_declaration():
+    """Loading places the columns, which may be in few bits, by their declared shape."""
+    config = MtpConfig("mimo", replace(CONFIG, num_layers=1), target_layers=2, count=1, vocab_size=12, mapped=True)
+    assert declared_models(make_target(CONFIG), config).draft.params()["head"].shape == (32, 12)
 
 
 def test_the_split_axis():

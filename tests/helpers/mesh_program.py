@@ -151,6 +151,13 @@ def mtp() -> tuple[Any, ...]:
     return mtp_drafter(target, config, CHAIN), drawn(shapes, 3), config
 
 
+def mtp_map() -> tuple[Any, ...]:
+    """MTP layers with a token map, whose columns of the output matrix are in 8 bits."""
+    _, params, config = mtp()
+    config, params = with_token_map(config, params, target, weights, FEW, "int8")
+    return mtp_drafter(target, config, CHAIN), params, config
+
+
 def block() -> tuple[Any, ...]:
     config = BlockConfig(
         hidden_size=32, feature_size=64, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, layers=2,
@@ -160,7 +167,7 @@ def block() -> tuple[Any, ...]:
     return block_drafter(target, config, TREE), head(config), config
 
 
-CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp, block)}
+CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp, mtp_map, block)}
 
 PROMPTS = [list(range(60, 72)), [60, 61, 62, 63, 9, 8], [*range(60, 72), 7], [100, 101]]
 BIAS = {str(token): 40.0 for token in FEW}
