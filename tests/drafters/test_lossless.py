@@ -265,6 +265,13 @@ def cases() -> list[Case]:
     ]
 
 
+def gemma_4_cases() -> list[Case]:
+    """Each algorithm with each kind of Gemma 4 in batches of 4, with grammars and overlapped steps."""
+    algorithms = ("NONE", "NGRAM", "ASSISTANT tree", "EAGLE3 tree", "DFLASH tree", "STANDALONE itself")
+    every = {Case(drafter, family, 4, True, True) for drafter in algorithms for family in GEMMA_4}
+    return sorted(every.difference(cases()))
+
+
 QUICK = {
     ("NONE", "qwen3_moe"), ("random trees", "table"), ("absurd trees", "qwen2"), ("absurd trees", "deepseek_v3"),
     ("NGRAM", "phi3"), ("EAGLE chain", "gemma2"), ("EAGLE tree", "qwen3_next"), ("EAGLE3 tree", "gemma4_shared"),
@@ -290,7 +297,8 @@ def test_quick_cases_cover_all_values():
     [
         pytest.param(case, id="-".join(map(str, case)), marks=() if case[:2] in QUICK else pytest.mark.slow)
         for case in cases()
-    ],
+    ]
+    + [pytest.param(case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in gemma_4_cases()],
 )
 def test_text_equals_plain_decoding(models, case):
     model = models(case.family, VOCABULARY if case.grammar else FEW)
