@@ -107,9 +107,10 @@ class Format(NamedTuple):
     """How a quantised matrix is stored."""
 
     parts: tuple[str, ...]  # names of its tensors after the stem
-    shape: Callable[[Parts], tuple[int, ...]]
+    shape: Callable[..., tuple[int, ...]]  # (parts, each size of the codes) -> shape of the matrix
     read: Callable[[Parts], Quantised]
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
+    axes: str = "[out, in]"  # of the codes
     name: str = "weight"  # after the stem, of the matrix that the tensors are
 
 
@@ -128,8 +129,10 @@ def matrices(files: ModelFiles) -> Entries:
             continue
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
         parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
+        if len(codes.shape) != 1 + stored.axes.count(","):
+            raise CheckpointError(f"{name} has the shape {list(codes.shape)}; {stored.axes} is needed")
         with damaged(parts.label):
-            shape = stored.shape(parts)
+            shape = stored.shape(parts, *codes.shape)
         entries[f"{stem}.{stored.name}"] = QuantisedEntry(shape, partial(_load, stored, parts, shape), parts)
         used |= set(names.values())
     if not entries:
@@ -222,13 +225,14 @@ def formats(section: Settings) -> dict[str, Format]:
         names = ("qweight", "qzeros", "scales", "g_idx")
         # Version 1 stores each zero point minus one.
         read = partial(_gptq, bits=bits, zero_shift=int(version == "gptq"), act_order=section.boolean("desc_act"))
-        return {"qweight": Format(names, partial(_words_shape, bits=bits, by_input=True), read)}
+        return {"qweight": Format(names, lambda parts, words, rows: (rows, words * (32 // bits)), read)}
     if method == "awq":
         bits = _bits(section, "bits", (4,))
         if (version := str(section.optional("version", "gemm")).lower()) != "gemm":
             raise unsupported("version of awq", version, "gemm")
         names = ("qweight", "qzeros", "scales")
-        return {"qweight": Format(names, partial(_words_shape, bits=bits), partial(_awq, bits=bits))}
+        read = partial(_awq, bits=bits)
+        return {"qweight": Format(names, lambda parts, columns, words: (words * (32 // bits), columns), read)}
     if method == "compressed-tensors":
         return _compressed_tensors(section)
     if method in MODELOPT:
@@ -262,7 +266,7 @@ def _compressed_tensors(section: Settings) -> dict[str, Format]:
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         symmetric = settings.optional("symmetric", True) is not False
         read = partial(_packed, bits=_bits(settings, "num_bits"), symmetric=symmetric)
-        return {"weight_packed": Format(names, _stored_shape, read)}
+        return {"weight_packed": Format(names, lambda parts, *packed: _stored_shape(parts), read)}
     _bits(settings, "num_bits", (8,))
     if (kind := settings.get("type")) not in ("int", "float"):
         raise unsupported("type", kind, "int, float")
@@ -297,17 +301,12 @@ def _scaled_format(block: tuple[int, int]) -> Format:
     """fp8 and int8: a code for each weight, and a scale for the matrix or for each row or block."""
     names = ("weight", "weight_scale_inv", "weight_scale")
 
-    def shape(parts: Parts) -> tuple[int, int]:
-        if len(sizes := parts.entries["weight"].shape) != 2:
-            raise CheckpointError(f"{parts.stem}.weight has the shape {list(sizes)}; a matrix is needed")
-        return sizes[0], sizes[1]
-
     def read(parts: Parts) -> Quantised:
         codes = parts.read("weight")
         scale = parts.read("weight_scale_inv" if "weight_scale_inv" in parts.entries else "weight_scale")
         return quantised(codes, _by_row(scale, codes.shape, block))
 
-    return Format(names, shape, read, ("F8_E4M3", "I8"))
+    return Format(names, lambda parts, *shape: shape, read, ("F8_E4M3", "I8"))
 
 
 def _is_nvfp4(section: Settings) -> bool:
@@ -317,11 +316,6 @@ def _is_nvfp4(section: Settings) -> bool:
 def _nvfp4_format(codes: str, factor: str) -> Format:
     """A byte holds two codes of a row, the first in its low half. `factor`: a number for the matrix, which scales are
     multiplied with, or divided by if it is a global scale."""
-
-    def shape(parts: Parts) -> tuple[int, int]:
-        if len(sizes := parts.entries[codes].shape) != 2:
-            raise CheckpointError(f"{parts.stem}.{codes} has the shape {list(sizes)}; [out, in / 2] is needed")
-        return sizes[0], 2 * sizes[1]
 
     def read(parts: Parts) -> Quantised:
         halves, scale, number = parts.read(codes), parts.read("weight_scale"), parts.read(factor)
@@ -334,29 +328,23 @@ def _nvfp4_format(codes: str, factor: str) -> Format:
         numbers = FP4[np.stack([halves & 15, halves >> 4], axis=-1)].reshape(len(halves), -1)
         return quantised(numbers, scale.astype(np.float32) * by)
 
-    return Format((codes, "weight_scale", factor), shape, read, ("U8",))
+    names = (codes, "weight_scale", factor)
+    return Format(names, lambda parts, rows, halves: (rows, 2 * halves), read, ("U8",), "[out, in / 2]")
 
 
 def _mxfp4_format(name: str) -> Format:
     """A block is 32 codes of a row, and each byte two of them in order, the first in its low half."""
     parts = f"{name}_blocks", f"{name}_scales"
 
-    def shape(stored: Parts) -> tuple[int, ...]:
-        if len(sizes := stored.entries[parts[0]].shape) != 4 or sizes[3] != PACKED // 2:
-            raise CheckpointError(f"{stored.stem}.{parts[0]} has the shape {list(sizes)}; [experts, out, in / 32, 16]")
-        return sizes[0], PACKED * sizes[2], sizes[1]
+    def shape(stored: Parts, experts: int, rows: int, blocks: int, size: int) -> tuple[int, ...]:
+        return experts, blocks * size * 2, rows
 
     def read(stored: Parts) -> Quantised:
         blocks, scale = (stored.read(part) for part in parts)
         words = blocks.reshape(-1, PACKED // 2 * blocks.shape[2]).view(np.int32)
         return quantised(pack_rows(words), scale.reshape(len(words), -1))
 
-    return Format(parts, shape, read, ("U8",), name)
-
-
-def _words_shape(parts: Parts, bits: int, by_input: bool = False) -> tuple[int, int]:
-    rows, words = parts.entries["qweight"].shape
-    return (words, rows * (32 // bits)) if by_input else (words * (32 // bits), rows)
+    return Format(parts, shape, read, ("U8",), "[experts, out, in / 32, 16]", name)
 
 
 def _stored_shape(parts: Parts) -> tuple[int, int]:
@@ -393,11 +381,10 @@ def _packed(parts: Parts, bits: int, symmetric: bool) -> Quantised:
 
 
 def _block_format(name: str) -> Format:
-    part, block_type = name.lower(), BLOCK_TYPES[name]
+    part, (weights, size, *_) = name.lower(), BLOCK_TYPES[name]
 
-    def shape(parts: Parts) -> tuple[int, int]:
-        rows, size = parts.entries[part].shape
-        return rows, size // block_type.size * block_type.weights
+    def shape(parts: Parts, rows: int, row_bytes: int) -> tuple[int, int]:
+        return rows, row_bytes // size * weights
 
     return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
 
@@ -561,36 +548,21 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale.reshape(len(packed), -1), minimum.reshape(len(packed), -1)
 
 
-def _q4_0(blocks: np.ndarray) -> Quantised:
-    return quantised(blocks[..., 2:], _half(blocks, 0)[..., None], shift=8)
+def _views(blocks: np.ndarray, start: int, kind: Any = np.uint8, shift: int = 0) -> Quantised:
+    """Codes from byte `start` on, after a scale and, if that is 4, an offset."""
+    offset = _half(blocks, 2)[..., None] if start == 4 else None
+    return quantised(blocks[..., start:].view(kind), _half(blocks, 0)[..., None], offset=offset, shift=shift)
 
 
-def _q4_1(blocks: np.ndarray) -> Quantised:
-    return quantised(blocks[..., 4:], _half(blocks, 0)[..., None], offset=_half(blocks, 2)[..., None])
-
-
-def _q5_0(blocks: np.ndarray) -> Quantised:
-    codes = _unpacked(_from(blocks, 6)) | _fifth_bit(blocks, 2)
-    return quantised((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
-
-
-def _q5_1(blocks: np.ndarray) -> Quantised:
-    codes = _unpacked(_from(blocks, 8)) | _fifth_bit(blocks, 4)
-    return quantised(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
-
-
-def _q8_0(blocks: np.ndarray) -> Quantised:
-    return quantised(blocks[..., 2:].view(np.int8), _half(blocks, 0)[..., None])
+def _q5(blocks: np.ndarray, start: int, zero: int) -> Quantised:
+    codes = (_unpacked(_from(blocks, start + 4)) | _fifth_bit(blocks, start)).astype(np.int8)
+    return quantised(codes - np.int8(zero), _half(blocks, 0), offset=_half(blocks, 2) if start == 4 else None)
 
 
 def _of_two_levels(blocks: np.ndarray, codes: np.ndarray) -> Quantised:
     """Of Q4_K and Q5_K: scales and minimums of 6 bits, with a factor of each for a block."""
     scale, minimum = _six_bits(blocks[..., 4:16])
     return quantised(codes, scale, offset=minimum, super_scale=_half(blocks, 0), super_offset=-_half(blocks, 2))
-
-
-def _q4_k(blocks: np.ndarray) -> Quantised:
-    return _of_two_levels(blocks, _nibbles(blocks))
 
 
 def _q5_k(blocks: np.ndarray) -> Quantised:
@@ -611,12 +583,12 @@ def _q6_k(blocks: np.ndarray) -> Quantised:
 
 
 BLOCK_TYPES: dict[str, BlockType] = {
-    "Q4_0": BlockType(32, 18, _q4_0, computes=False),
-    "Q4_1": BlockType(32, 20, _q4_1, computes=False),
-    "Q5_0": BlockType(32, 22, _q5_0),
-    "Q5_1": BlockType(32, 24, _q5_1),
-    "Q8_0": BlockType(32, 34, _q8_0, computes=False),
-    "Q4_K": BlockType(256, 144, _q4_k),
+    "Q4_0": BlockType(32, 18, partial(_views, start=2, shift=8), computes=False),
+    "Q4_1": BlockType(32, 20, partial(_views, start=4), computes=False),
+    "Q5_0": BlockType(32, 22, partial(_q5, start=2, zero=16)),
+    "Q5_1": BlockType(32, 24, partial(_q5, start=4, zero=0)),
+    "Q8_0": BlockType(32, 34, partial(_views, start=2, kind=np.int8), computes=False),
+    "Q4_K": BlockType(256, 144, lambda blocks: _of_two_levels(blocks, _nibbles(blocks))),
     "Q5_K": BlockType(256, 176, _q5_k),
     "Q6_K": BlockType(256, 210, _q6_k),
 }
