@@ -33,8 +33,11 @@ from specjax.models.decoder import Family, Layer, decoder_table, mixed_table
 from specjax.models.experts import stacked_leaves
 from specjax.models.params import (
     ATTENTION_NORM,
+    GEMMA_MLP_NORM,
     HEAD_NORMS,
     MLP_NORM,
+    MLP_OUTPUT_NORM,
+    OUTPUT_NORM,
     Leaf,
     Table,
     Tensor,
@@ -78,10 +81,10 @@ def _gemma(config: ModelConfig, *, head_norms: tuple[Leaf, ...] = ()) -> Table:
         *_attention(config),
         *head_norms,
         ATTENTION_NORM,
-        gemma4.OUTPUT_NORM,
+        OUTPUT_NORM,
         *mlp_leaves(bias=False),
-        gemma4.GEMMA_MLP_NORM,
-        gemma4.MLP_OUTPUT_NORM,
+        GEMMA_MLP_NORM,
+        MLP_OUTPUT_NORM,
     )
     return decoder_table(config, lambda i: layer)
 

@@ -27,9 +27,12 @@ from specjax.models.decoder import Decoder, Family, Layer, decoder_table, embedd
 from specjax.models.experts import expert_leaves, mixture
 from specjax.models.params import (
     ATTENTION_NORM,
+    GEMMA_MLP_NORM,
     HEAD_NORMS,
     KEY,
     LAYER_EMBEDDINGS,
+    MLP_OUTPUT_NORM,
+    OUTPUT_NORM,
     QUERIES,
     VALUE,
     Leaf,
@@ -44,10 +47,6 @@ from specjax.models.rope import Rotation, rotate
 
 EVERYWHERE = {"K": "f", "G": "g", "E": "l", "Q": "o"}
 """Dimension letters of layers without a window."""
-
-OUTPUT_NORM = norm("attention_output_norm", "post_attention_layernorm.weight", "post_attention_norm.weight")
-GEMMA_MLP_NORM = norm("mlp_norm", "pre_feedforward_layernorm.weight", "ffn_norm.weight")
-MLP_OUTPUT_NORM = norm("mlp_output_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight")
 
 
 def _attention_leaves(config: ModelConfig, layer: int) -> tuple[Leaf, ...]:

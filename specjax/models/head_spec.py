@@ -22,7 +22,11 @@ from typing import Any
 
 from specjax.config import BlockConfig, HeadConfig
 from specjax.models.params import (
+    GEMMA_MLP_NORM,
     HEAD_NORMS,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    OUTPUT_NORM,
     Leaf,
     Part,
     Scope,
@@ -159,15 +163,11 @@ def _sublayers(config: HeadConfig, head_norms: tuple[Leaf, ...], inputs: str = "
     attention = attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, inputs=inputs)
     if config.keys_as_values:
         attention = tuple(replace(leaf, tensors=tuple(map(_of_keys, leaf.tensors))) for leaf in attention)
-    after = norm("mlp_norm", "post_attention_layernorm.weight"), *mlp_leaves(bias=config.mlp_bias)
-    if config.gemma_layers:
-        after = (
-            norm("attention_output_norm", "post_attention_layernorm.weight"),
-            norm("mlp_norm", "pre_feedforward_layernorm.weight"), *after[1:],
-            norm("mlp_output_norm", "post_feedforward_layernorm.weight"),
-            Leaf("layer_scale", "1", (Tensor("layer_scalar", "1"),), init="ones"),
-        )  # fmt: skip
-    return *attention, *head_norms, *after
+    mlp = mlp_leaves(bias=config.mlp_bias)
+    if not config.gemma_layers:
+        return *attention, *head_norms, MLP_NORM, *mlp
+    scale = Leaf("layer_scale", "1", (Tensor("layer_scalar", "1"),), init="ones")
+    return *attention, *head_norms, OUTPUT_NORM, GEMMA_MLP_NORM, *mlp, MLP_OUTPUT_NORM, scale
 
 
 def _of_keys(tensor: Tensor) -> Tensor:

@@ -175,6 +175,10 @@ def norm(name: str, tensor: str, gguf: str = "", *, letters: str = "M") -> Leaf:
 
 ATTENTION_NORM = norm("attention_norm", "input_layernorm.weight", "attn_norm.weight")
 MLP_NORM = norm("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight")
+# Gemma's, in place of MLP_NORM.
+OUTPUT_NORM = norm("attention_output_norm", "post_attention_layernorm.weight", "post_attention_norm.weight")
+GEMMA_MLP_NORM = norm("mlp_norm", "pre_feedforward_layernorm.weight", "ffn_norm.weight")
+MLP_OUTPUT_NORM = norm("mlp_output_norm", "post_feedforward_layernorm.weight", "post_ffw_norm.weight")
 HEAD_NORMS = (
     norm("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", letters="E"),
     norm("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", letters="E"),
