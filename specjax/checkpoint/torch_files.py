@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import ml_dtypes
 import numpy as np
@@ -89,22 +90,18 @@ class _Storage:
 
 def _tensor(storage: _Storage, offset: object, size: Sequence[object], stride: Sequence[object]) -> np.ndarray:
     """``torch._utils._rebuild_tensor_v2``: a view of a storage, within its bounds."""
-    sizes, steps = ([n for n in part if type(n) is int and n >= 0] for part in (size, stride))
-    if type(offset) is not int or offset < 0 or len(sizes) != len(size) or len(steps) != len(stride):
-        raise _Refused("it has a tensor whose offset, size or stride is of the wrong kind")
-    if len(sizes) != len(steps) or len(sizes) > 32:
-        raise _Refused(f"it has a tensor of size {sizes[:8]} and stride {steps[:8]}")
-    array = storage.array
-    if 0 in sizes:
-        return np.empty(sizes, array.dtype)
-    last = offset + sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
-    if last >= len(array):
-        raise _Refused(
-            f"a tensor of size {sizes}, stride {steps} and offset {offset} reaches element {last} of storage "
-            f"{storage.key}, which has {len(array)}"
-        )
-    in_bytes = [step * array.itemsize for step in steps]
-    return np.lib.stride_tricks.as_strided(array[offset:], sizes, in_bytes, writeable=False)
+    array, numbers = storage.array, (offset, *size, *stride)
+    try:
+        if len(size) > 32 or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError("wrong numbers")
+        at, sizes, steps = cast(int, offset), cast(list[int], size), cast(list[int], stride)
+        if 0 in sizes:
+            return np.empty(sizes, array.dtype)
+        in_bytes = [step * array.itemsize for step in steps]
+        return np.ndarray(sizes, array.dtype, array, at * array.itemsize, in_bytes)  # checks the bounds
+    except ValueError as error:
+        place = f"a tensor of size {size[:8]}, stride {stride[:8]} and offset {offset!r:.80}"
+        raise _Refused(f"{place} is not part of storage {storage.key}, which has {len(array)} elements") from error
 
 
 class _Instructions(dict[int, Callable[..., None]]):

@@ -229,10 +229,10 @@ PROGRAMS: list[tuple[bytes, str]] = [
         (0, (7,), (1,)), (5, (2,), (1,)), (6, *ONE), (0, (2, 3), (4, 1)), (0, (2,), (6,)), (2**30, *ONE),
         (0, (2**31 - 1, 2**31 - 1), (1, 1)), (6, (), ()),
     )),
-    *((tensor(STORED, *bounds), "wrong kind") for bounds in ((-1, *ONE), (5, (2,), (-1,)), (0, (-2,), (1,)))),
-    (tensor(STORED, 0, (2,), (1, 1)), "of size"),
-    (tensor(STORED, 0, (1,) * 40, (1,) * 40), "of size"),
-    (tensor(STORED, 0, (2**31 - 1,) * 3, (0, 0, 0)), "damaged"),
+    *((tensor(STORED, *bounds), "not part of storage 0, which has 6") for bounds in (
+        (-1, *ONE), (5, (2,), (-1,)), (0, (-2,), (1,)), (0, (2,), (1, 1)), (0, (1,) * 40, (1,) * 40),
+        (0, (2**31 - 1,) * 3, (0, 0, 0)),
+    )),
     # Storages.
     *((storage(kind, "0", size), f"data/0 has 24 bytes; {size} elements") for kind, size in (
         ("FloatStorage", 7), ("FloatStorage", 5), ("DoubleStorage", 6),
