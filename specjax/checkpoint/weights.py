@@ -80,14 +80,7 @@ class TensorEntry:
             raise CheckpointError(f"{self.source}, {problem}") from error
 
 
-# The bits of infinity, or of FP8's NaN. No finite number has all of them.
-_NOT_FINITE = {
-    "float16": 0x7C00,
-    "bfloat16": 0x7F80,
-    "float32": 0x7F800000,
-    "float64": 0x7FF << 52,
-    "float8_e4m3fn": 0x7F,
-}
+FLOATS = (*DTYPES.values(), INTEGERS["F8_E4M3"])
 FINITE_BLOCK = 2**19  # bytes; later reductions read them from a core's cache
 
 
@@ -96,9 +89,11 @@ def is_finite(array: np.ndarray) -> bool:
 
     Numbers below 2 lack a bit of infinity, so that one reduction is enough for most weights. Else positive numbers are
     compared as signed integers, negative ones as unsigned: those that are not finite have the largest bits."""
-    if (limit := _NOT_FINITE.get(array.dtype.name)) is None:
+    if array.dtype not in FLOATS:
         return True
     size = array.dtype.itemsize
+    # The bits of infinity, or of FP8's NaN. No finite number has all of them.
+    limit = int(np.array(np.inf).astype(array.dtype).view(f"u{size}"))
     flat, step = array.reshape(-1), FINITE_BLOCK // size
     for start in range(0, len(flat), step):
         block = flat[start : start + step].view(f"u{size}")
