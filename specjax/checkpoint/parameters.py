@@ -227,7 +227,8 @@ def refuse_not_finite(leaf: Any, entries: Sequence[Source]) -> None:
         return
     for entry in entries:
         if isinstance(entry, QuantisedEntry):
-            refuse_not_finite([part.read(integers=True) for part in entry.tensors], entry.tensors)
+            parts = list(entry.parts.values())
+            refuse_not_finite([part.read(integers=True) for part in parts], parts)
         if not is_finite(entry.read(integers=True) if isinstance(entry, TensorEntry) else entry.read()):
             problem = "has NaN or infinity; copy or download it again, or convert it again"
             raise CheckpointError(f"{entry.source} {problem}")

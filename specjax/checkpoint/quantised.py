@@ -27,7 +27,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,40 +54,48 @@ _UNUSED = re.compile(
 )
 
 
-class Parts(NamedTuple):
-    stem: str  # name of a quantised matrix
-    entries: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
-
-    @property
-    def label(self) -> str:
-        return f"the quantised matrix {self.stem} in {next(iter(self.entries.values())).file}"
-
-    def read(self, name: str) -> np.ndarray:
-        if name not in self.entries:
-            raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
-        return self.entries[name].read(integers=True)
-
-
 @dataclass(frozen=True)
 class QuantisedEntry:
     """A quantised matrix of a checkpoint, with the members of a `TensorEntry` that loading needs."""
 
-    shape: tuple[int, ...]
-    load: Callable[[], Quantised]
-    parts: Parts
+    stem: str  # its name
+    parts: Mapping[str, TensorEntry]  # its tensors, by their names after the stem
+    stored: Format
 
-    @property
-    def tensors(self) -> list[TensorEntry]:
-        return list(self.parts.entries.values())
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        codes = self.parts[self.stored.parts[0]]
+        with damaged(self.source):
+            if len(codes.shape) != 1 + self.stored.axes.count(","):
+                raise CheckpointError(f"{codes.name} has the shape {list(codes.shape)}; {self.stored.axes} is needed")
+            return self.stored.shape(self, *codes.shape)
 
     @property
     def size(self) -> int:
         """Bytes in the files."""
-        return sum(tensor.size for tensor in self.tensors)
+        return sum(tensor.size for tensor in self.parts.values())
 
     @property
     def source(self) -> str:
-        return self.parts.label
+        return f"the quantised matrix {self.stem} in {next(iter(self.parts.values())).file}"
+
+    def part(self, name: str) -> np.ndarray:
+        if name not in self.parts:
+            raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
+        return self.parts[name].read(integers=True)
+
+    def load(self) -> Quantised:
+        with damaged(self.source):
+            matrix, columns = self.stored.read(self), self.shape[1]
+            rows = math.prod(self.shape) // columns
+            numbers = (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset)
+            scales = [np.asarray(array) for array in numbers if array is not None]
+            if len(matrix.codes) != rows or any(len(array) != rows or columns % array.shape[1] for array in scales):
+                sizes = listed(array.shape for array in (matrix.codes, *scales))
+                problem = f"is {list(self.shape)}, and its codes and scales are {sizes}"
+                advice = "use the config.json that was saved with these weights"
+                raise CheckpointError(f"{self.source} {problem}; {advice}")
+            return matrix
 
     def read(self) -> np.ndarray:
         """float32 [out, in]; of stacked experts [experts, in, out]."""
@@ -106,9 +114,9 @@ Entries = dict[str, TensorEntry | QuantisedEntry]
 class Format(NamedTuple):
     """How a quantised matrix is stored."""
 
-    parts: tuple[str, ...]  # names of its tensors after the stem
-    shape: Callable[..., tuple[int, ...]]  # (parts, each size of the codes) -> shape of the matrix
-    read: Callable[[Parts], Quantised]
+    parts: tuple[str, ...]  # names of its tensors after the stem, of the codes first
+    shape: Callable[..., tuple[int, ...]]  # (entry, each size of the codes) -> shape of the matrix
+    read: Callable[[QuantisedEntry], Quantised]
     dtypes: tuple[str, ...] = ()  # of the codes; empty: any
     axes: str = "[out, in]"  # of the codes
     name: str = "weight"  # after the stem, of the matrix that the tensors are
@@ -128,30 +136,13 @@ def matrices(files: ModelFiles) -> Entries:
         if stored is None or (stored.dtypes and codes.dtype not in stored.dtypes):
             continue
         names = {part: f"{stem}.{part}" for part in stored.parts if f"{stem}.{part}" in tensors}
-        parts = Parts(stem, {part: tensors[name] for part, name in names.items()})
-        if len(codes.shape) != 1 + stored.axes.count(","):
-            raise CheckpointError(f"{name} has the shape {list(codes.shape)}; {stored.axes} is needed")
-        with damaged(parts.label):
-            shape = stored.shape(parts, *codes.shape)
-        entries[f"{stem}.{stored.name}"] = QuantisedEntry(shape, partial(_load, stored, parts, shape), parts)
+        parts = {part: tensors[name] for part, name in names.items()}
+        entries[f"{stem}.{stored.name}"] = QuantisedEntry(stem, parts, stored)
         used |= set(names.values())
     if not entries:
         method = section.get("quant_method")
         raise CheckpointError(f"config.json: quant_method is {method}, and no tensor is quantised that way")
     return {name: entry for name, entry in tensors.items() if name not in used} | entries
-
-
-def _load(stored: Format, parts: Parts, shape: tuple[int, ...]) -> Quantised:
-    with damaged(parts.label):
-        matrix = stored.read(parts)
-        rows, columns = math.prod(shape) // shape[1], shape[1]
-        numbers = (matrix.scale, matrix.offset, matrix.super_scale, matrix.super_offset)
-        scales = [np.asarray(array) for array in numbers if array is not None]
-        if len(matrix.codes) != rows or any(len(array) != rows or columns % array.shape[1] for array in scales):
-            sizes = listed(array.shape for array in (matrix.codes, *scales))
-            problem = f"is {list(shape)}, and its codes and scales are {sizes}"
-            raise CheckpointError(f"{parts.label} {problem}; use the config.json that was saved with these weights")
-        return matrix
 
 
 def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
@@ -225,14 +216,14 @@ def formats(section: Settings) -> dict[str, Format]:
         names = ("qweight", "qzeros", "scales", "g_idx")
         # Version 1 stores each zero point minus one.
         read = partial(_gptq, bits=bits, zero_shift=int(version == "gptq"), act_order=section.boolean("desc_act"))
-        return {"qweight": Format(names, lambda parts, words, rows: (rows, words * (32 // bits)), read)}
+        return {"qweight": Format(names, lambda entry, words, rows: (rows, words * (32 // bits)), read)}
     if method == "awq":
         bits = _bits(section, "bits", (4,))
         if (version := str(section.optional("version", "gemm")).lower()) != "gemm":
             raise unsupported("version of awq", version, "gemm")
         names = ("qweight", "qzeros", "scales")
         read = partial(_awq, bits=bits)
-        return {"qweight": Format(names, lambda parts, columns, words: (words * (32 // bits), columns), read)}
+        return {"qweight": Format(names, lambda entry, columns, words: (words * (32 // bits), columns), read)}
     if method == "compressed-tensors":
         return _compressed_tensors(section)
     if method in MODELOPT:
@@ -266,7 +257,7 @@ def _compressed_tensors(section: Settings) -> dict[str, Format]:
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         symmetric = settings.optional("symmetric", True) is not False
         read = partial(_packed, bits=_bits(settings, "num_bits"), symmetric=symmetric)
-        return {"weight_packed": Format(names, lambda parts, *packed: _stored_shape(parts), read)}
+        return {"weight_packed": Format(names, lambda entry, *packed: _stored_shape(entry), read)}
     _bits(settings, "num_bits", (8,))
     if (kind := settings.get("type")) not in ("int", "float"):
         raise unsupported("type", kind, "int, float")
@@ -301,12 +292,12 @@ def _scaled_format(block: tuple[int, int]) -> Format:
     """fp8 and int8: a code for each weight, and a scale for the matrix or for each row or block."""
     names = ("weight", "weight_scale_inv", "weight_scale")
 
-    def read(parts: Parts) -> Quantised:
-        codes = parts.read("weight")
-        scale = parts.read("weight_scale_inv" if "weight_scale_inv" in parts.entries else "weight_scale")
+    def read(entry: QuantisedEntry) -> Quantised:
+        codes = entry.part("weight")
+        scale = entry.part("weight_scale_inv" if "weight_scale_inv" in entry.parts else "weight_scale")
         return quantised(codes, _by_row(scale, codes.shape, block))
 
-    return Format(names, lambda parts, *shape: shape, read, ("F8_E4M3", "I8"))
+    return Format(names, lambda entry, *shape: shape, read, ("F8_E4M3", "I8"))
 
 
 def _is_nvfp4(section: Settings) -> bool:
@@ -317,11 +308,11 @@ def _nvfp4_format(codes: str, factor: str) -> Format:
     """A byte holds two codes of a row, the first in its low half. `factor`: a number for the matrix, which scales are
     multiplied with, or divided by if it is a global scale."""
 
-    def read(parts: Parts) -> Quantised:
-        halves, scale, number = parts.read(codes), parts.read("weight_scale"), parts.read(factor)
+    def read(entry: QuantisedEntry) -> Quantised:
+        halves, scale, number = entry.part(codes), entry.part("weight_scale"), entry.part(factor)
         if number.size != 1 or 2 * halves.shape[1] != NVFP4_GROUP * scale.shape[-1]:
             sizes = f"{list(halves.shape)}, {list(scale.shape)} and {list(number.shape)}"
-            raise CheckpointError(f"{parts.label} has codes, scales and a factor of {sizes}; a scale is of 16 columns")
+            raise CheckpointError(f"{entry.source} has codes, scales and a factor of {sizes}; a scale is of 16 columns")
         by = np.float32(0.5) * number.astype(np.float32).reshape(())
         if factor == "weight_global_scale":
             by = np.float32(0.5) / number.astype(np.float32).reshape(())
@@ -329,64 +320,64 @@ def _nvfp4_format(codes: str, factor: str) -> Format:
         return quantised(numbers, scale.astype(np.float32) * by)
 
     names = (codes, "weight_scale", factor)
-    return Format(names, lambda parts, rows, halves: (rows, 2 * halves), read, ("U8",), "[out, in / 2]")
+    return Format(names, lambda entry, rows, halves: (rows, 2 * halves), read, ("U8",), "[out, in / 2]")
 
 
 def _mxfp4_format(name: str) -> Format:
     """A block is 32 codes of a row, and each byte two of them in order, the first in its low half."""
     parts = f"{name}_blocks", f"{name}_scales"
 
-    def shape(stored: Parts, experts: int, rows: int, blocks: int, size: int) -> tuple[int, ...]:
+    def shape(entry: QuantisedEntry, experts: int, rows: int, blocks: int, size: int) -> tuple[int, ...]:
         return experts, blocks * size * 2, rows
 
-    def read(stored: Parts) -> Quantised:
-        blocks, scale = (stored.read(part) for part in parts)
+    def read(entry: QuantisedEntry) -> Quantised:
+        blocks, scale = (entry.part(part) for part in parts)
         words = blocks.reshape(-1, PACKED // 2 * blocks.shape[2]).view(np.int32)
         return quantised(pack_rows(words), scale.reshape(len(words), -1))
 
     return Format(parts, shape, read, ("U8",), "[experts, out, in / 32, 16]", name)
 
 
-def _stored_shape(parts: Parts) -> tuple[int, int]:
-    rows, columns = (int(size) for size in parts.read("weight_shape"))
+def _stored_shape(entry: QuantisedEntry) -> tuple[int, int]:
+    rows, columns = (int(size) for size in entry.part("weight_shape"))
     return rows, columns
 
 
-def _gptq(parts: Parts, bits: int, zero_shift: int, act_order: bool) -> Quantised:
+def _gptq(entry: QuantisedEntry, bits: int, zero_shift: int, act_order: bool) -> Quantised:
     """With `act_order` the columns of a group may not be adjacent."""
-    words = parts.read("qweight")
+    words = entry.part("qweight")
     # Stored zeros wrap around: the zero of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
-    zero = unpack_words(parts.read("qzeros"), bits).astype(np.int16) + zero_shift
+    zero = unpack_words(entry.part("qzeros"), bits).astype(np.int16) + zero_shift
     zero &= 2**bits - 1 if zero_shift else -1
-    group = parts.read("g_idx") if act_order or "g_idx" in parts.entries else None
+    group = entry.part("g_idx") if act_order or "g_idx" in entry.parts else None
     codes = _codes(words.T, bits, len(words) * (32 // bits))
-    return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, group)
+    return _sorted_by_group(entry.stem, codes, entry.part("scales").T, zero.T, group)
 
 
-def _awq(parts: Parts, bits: int) -> Quantised:
-    words, zero = parts.read("qweight"), unpack_words(parts.read("qzeros"), bits, AWQ_ORDER)
+def _awq(entry: QuantisedEntry, bits: int) -> Quantised:
+    words, zero = entry.part("qweight"), unpack_words(entry.part("qzeros"), bits, AWQ_ORDER)
     is_packed = len(words) % PACKED == 0 and words.dtype.itemsize == 4
     codes = (pack_awq(words), 4) if is_packed else (unpack_words(words, bits, AWQ_ORDER).T, 8)
-    return _sorted_by_group(parts.stem, codes, parts.read("scales").T, zero.T, None)
+    return _sorted_by_group(entry.stem, codes, entry.part("scales").T, zero.T, None)
 
 
-def _packed(parts: Parts, bits: int, symmetric: bool) -> Quantised:
+def _packed(entry: QuantisedEntry, bits: int, symmetric: bool) -> Quantised:
     """compressed-tensors with several codes in a word."""
-    (rows, columns), scale = _stored_shape(parts), parts.read("weight_scale")
+    (rows, columns), scale = _stored_shape(entry), entry.part("weight_scale")
     zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
     if not symmetric:  # packed along the rows
-        zero = unpack_words(parts.read("weight_zero_point").T, bits)[:, :rows].T
-    group = parts.read("weight_g_idx") if "weight_g_idx" in parts.entries else None
-    return _sorted_by_group(parts.stem, _codes(parts.read("weight_packed"), bits, columns), scale, zero, group)
+        zero = unpack_words(entry.part("weight_zero_point").T, bits)[:, :rows].T
+    group = entry.part("weight_g_idx") if "weight_g_idx" in entry.parts else None
+    return _sorted_by_group(entry.stem, _codes(entry.part("weight_packed"), bits, columns), scale, zero, group)
 
 
 def _block_format(name: str) -> Format:
     part, (weights, size, *_) = name.lower(), BLOCK_TYPES[name]
 
-    def shape(parts: Parts, rows: int, row_bytes: int) -> tuple[int, int]:
+    def shape(entry: QuantisedEntry, rows: int, row_bytes: int) -> tuple[int, int]:
         return rows, row_bytes // size * weights
 
-    return Format((part,), shape, lambda parts: read_blocks(name, parts.read(part)))
+    return Format((part,), shape, lambda entry: read_blocks(name, entry.part(part)))
 
 
 def _codes(words: np.ndarray, bits: int, columns: int) -> tuple[np.ndarray, int]:
