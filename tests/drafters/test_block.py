@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_oracle import best_paths, block_outputs, log_softmax, slot_logits, walker
+from block_oracle import best_paths, block_outputs, check_paths, log_softmax, paths_of, slot_logits, walker
 from distil import pair_model
 from driven import Driven
-from eagle_oracle import ERROR, check_tree, grow_tree
+from eagle_oracle import ERROR
 from family_helpers import load_family, save_family
 from oracle import Sampling, noise
 from tiny_blocks import BLOCK, DIALECTS, Saved, save_block
@@ -27,7 +27,6 @@ from specjax.drafters import Block, TreeShape, block_drafter, make_speculation
 from specjax.drafters.block import best_prefixes
 from specjax.models.block_head import BlockHead
 from specjax.models.draft_head import init_head_params
-from specjax.tree import DraftTree
 
 WINDOW = 7
 ROWS = 3
@@ -80,16 +79,6 @@ class Head(Driven):
         return walker(saved.tensors, saved.spec, outputs, logits, int(self.tokens[row, self.done[row]]), saved.ids)
 
 
-def paths_of(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
-    """The paths below the root of the valid nodes, with their scores."""
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, int(tree.valid[row].sum())):
-        paths.append((*paths[tree.parents[row, node]], int(tree.tokens[row, node])))
-        assert tree.depth[row, node] == len(paths[node])
-    assert len({*paths}) == len(paths)
-    return dict(zip(paths, tree.scores[row].tolist(), strict=False))
-
-
 def check(
     driven: Head, shape: TreeShape, block: int | None = None, requests: Sequence[Sampling] = (Sampling(),) * (ROWS + 1)
 ) -> int:
@@ -107,17 +96,8 @@ def check(
             drawn = noise(request.seed, n + len(path) + 1, target().vocab)[saved.ids]
             return log_softmax(plain(path) + request.temperature * drawn)
 
-        if config.walk != "none" or shape.topk == 1:
-            root = int(driven.tokens[row, n])
-            expected = grow_tree(log_probs, root, shape.steps, shape.topk, shape.nodes, target_ids=saved.ids)
-            compared += check_tree(tree, row, expected)
-            continue
-        chosen, gap = best_paths(log_probs, shape.steps, shape.topk, shape.nodes - 1, saved.ids)
-        if gap > ERROR:
-            drafted = paths_of(tree, row)
-            assert drafted.keys() == {(), *chosen}
-            np.testing.assert_allclose([drafted[path] for path in chosen], [*chosen.values()], atol=ERROR)
-            compared += 1
+        root, grown = int(driven.tokens[row, n]), config.walk != "none" or shape.topk == 1
+        compared += check_paths(tree, row, log_probs, root, shape, saved.ids, grown=grown)
     return compared
 
 

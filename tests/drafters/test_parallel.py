@@ -12,12 +12,11 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from block_oracle import best_paths
+from block_oracle import best_paths, check_paths, paths_of
 from driven import Driven
-from eagle_oracle import ERROR, TRACED, check_tree, grow_tree, log_softmax, start
+from eagle_oracle import ERROR, TRACED, log_softmax, start
 from oracle import Sampling, noise
 from parallel_oracle import Head, Spec
-from test_block import paths_of
 from tiny_heads import PARALLEL, save_head
 from toy_models import Runner, sampling_rows, tiny_llama
 
@@ -103,17 +102,8 @@ def check(driven: Drafts, shape: TreeShape, requests: Sequence[Sampling] = (Samp
             drawn = noise(request.seed, n + len(path) + 1, target().vocab)[ids] if request.temperature else 0.0
             return log_softmax(log_softmax(logits[len(path)]) + request.temperature * drawn)
 
-        if shape.topk == 1:
-            root = int(driven.tokens[row, n])
-            expected = grow_tree(log_probs, root, shape.steps, 1, shape.nodes, target_ids=ids)
-            compared += check_tree(tree, row, expected)
-            continue
-        chosen, gap = best_paths(log_probs, shape.steps, shape.topk, shape.nodes - 1, ids.tolist())
-        if gap > ERROR:
-            drafted = paths_of(tree, row)
-            assert drafted.keys() == {(), *chosen}
-            np.testing.assert_allclose([drafted[path] for path in chosen], [*chosen.values()], atol=ERROR)
-            compared += 1
+        root = int(driven.tokens[row, n])
+        compared += check_paths(tree, row, log_probs, root, shape, ids, grown=shape.topk == 1)
     return compared
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from eagle_oracle import TokenPath, gelu, log_softmax, rotate, silu
+from eagle_oracle import ERROR, TokenPath, check_tree, gelu, grow_tree, log_softmax, rotate, silu
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -190,3 +191,31 @@ def best_paths(
             push(path, -score)
     gap = min(chosen.values()) + heap[0][0] if heap else np.inf
     return chosen, float(gap)
+
+
+def paths_of(tree: Any, row: int) -> dict[tuple[int, ...], float]:
+    """The paths below the root of the valid nodes, with their scores."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, int(tree.valid[row].sum())):
+        paths.append((*paths[tree.parents[row, node]], int(tree.tokens[row, node])))
+        assert tree.depth[row, node] == len(paths[node])
+    assert len({*paths}) == len(paths)
+    return dict(zip(paths, tree.scores[row].tolist(), strict=False))
+
+
+def check_paths(
+    tree: Any, row: int, log_probs: Callable[[TokenPath], np.ndarray], root: int, shape: Any, ids: np.ndarray, *,
+    grown: bool,
+) -> bool:  # fmt: skip
+    """Compare a row of a `DraftTree` with the tree that is grown level by level, or with the best paths of all. False
+    if the choice is near a tie, where nothing is compared."""
+    if grown:
+        expected = grow_tree(log_probs, root, shape.steps, shape.topk, shape.nodes, target_ids=ids)
+        return check_tree(tree, row, expected)
+    chosen, gap = best_paths(log_probs, shape.steps, shape.topk, shape.nodes - 1, ids.tolist())
+    if gap <= ERROR:
+        return False
+    drafted = paths_of(tree, row)
+    assert drafted.keys() == {(), *chosen}
+    np.testing.assert_allclose([drafted[path] for path in chosen], [*chosen.values()], atol=ERROR)
+    return True
