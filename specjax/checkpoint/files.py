@@ -49,14 +49,15 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
 
 
 @contextmanager
-def damaged(what: str) -> Iterator[None]:
-    """Convert an error of a library that reads ``what``. Rust's panics are a ``BaseException``."""
+def damaged(what: str | Callable[[], str]) -> Iterator[None]:
+    """Convert an error of code that reads ``what``. Rust's panics are a ``BaseException``."""
     try:
         yield
     except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise CheckpointError(f"{what} is damaged or not supported ({error!r:.300})") from error
+        name = what if isinstance(what, str) else what()
+        raise CheckpointError(f"{name} is damaged or not supported ({error!r:.300})") from error
 
 
 def invalid(key: str, value: object, needed: str, file: str = "config.json") -> CheckpointError:

@@ -138,12 +138,8 @@ def _read(file: Path) -> tuple[Settings, dict[str, StoredTensor]]:
         read = _Reader(np.memmap(file, np.uint8, "r").view(np.ndarray))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"not a readable GGUF file ({error})") from error
-    try:
+    with damaged(lambda: read.field):  # such as an unknown type, and a text that is not UTF-8
         return _contents(read)
-    except CheckpointError:
-        raise
-    except Exception as error:  # such as an unknown type, and a text that is not UTF-8
-        raise CheckpointError(f"{read.field} is damaged or not supported ({error!r:.300})") from error
 
 
 def _contents(read: _Reader) -> tuple[Settings, dict[str, StoredTensor]]:
@@ -294,18 +290,16 @@ def _one_by_one(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors, stacked experts one by one: ffn_up_exps.weight [X, I, M] as ffn_up_exps.0.weight, ..."""
     split: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
-        parts = {"gate_up": ("gate", "up")}.get(part := stem.rpartition("ffn_")[2].removesuffix("_exps"), (part,))
-        if kind != "weight" or not stem.endswith("_exps") or len(tensor.shape) != 3:
+        stacked = re.fullmatch(r"(.*ffn_)(\w+)_exps\.weight", name)
+        if stacked is None or len(tensor.shape) != 3:
             split[name] = tensor
             continue
+        stem, part = stacked.groups()
+        parts = ("gate", "up") if part == "gate_up" else (part,)
         experts, rows = tensor.shape[0], tensor.shape[1] // len(parts)
         for expert, (i, part) in product(range(experts), enumerate(parts)):
             data = tensor.data[expert, i * rows : (i + 1) * rows]
-            shape = (rows, tensor.shape[2])
-            split[f"{stem.rpartition('ffn_')[0]}ffn_{part}_exps.{expert}.weight"] = replace(
-                tensor, shape=shape, data=data
-            )
+            split[f"{stem}{part}_exps.{expert}.weight"] = replace(tensor, shape=(rows, tensor.shape[2]), data=data)
     return split
 
 
