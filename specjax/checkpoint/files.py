@@ -139,6 +139,12 @@ class Settings(dict[str, Any]):
             raise self.invalid(key, value, "a list of positive numbers")
         return tuple(Settings({key: element}, self.holds).number(key) for element in value)
 
+    def token(self, key: str, vocab_size: int) -> int:
+        """An id of one of ``vocab_size`` tokens. Raises CheckpointError if it is absent."""
+        if type(value := self.get(key)) is not int or not 0 <= value < vocab_size:
+            raise self.invalid(key, value, f"a token id from 0 to {vocab_size - 1}")
+        return value
+
     def boolean(self, key: str, default: bool = False) -> bool:
         if type(value := self.optional(key, default)) is not bool:
             raise self.invalid(key, value, "true or false")

@@ -7,7 +7,7 @@ generation_config.json.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -75,7 +75,9 @@ def model_config(
     max_positions = config.integer("max_position_embeddings", 2048)
     layers = config.count("num_hidden_layers", each=LAYER_TENSORS)
     head_dim = config.integer("head_dim", hidden // heads)
-    fields = {name: value for part in reader.parts for name, value in part(config, layers).items()}
+    fields: dict[str, Any] = {"windows": reader.windows(config, layers)}
+    for part in reader.parts:
+        fields |= part(config, layers)
     if "rope" not in fields:
         fields["rope"] = read_rope(
             config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
@@ -92,7 +94,7 @@ def model_config(
         weights_dtype = "bfloat16"
     # A window as long as the longest text has an effect only if its layers have a rotary embedding of their own.
     longest = math.inf if "window_rope" in fields else positions
-    windows = tuple(None if window is None or window >= longest else window for window in fields.get("windows", ()))
+    windows = tuple(None if window is None or window >= longest else window for window in fields["windows"])
     fields["windows"] = windows if any(windows) else ()
     fields.setdefault("head_dim", head_dim)
     return ModelConfig(
@@ -116,10 +118,7 @@ def _pard_token(config: Settings) -> int | None:
     """The token in the slots that a PARD draft model predicts in one forward."""
     if config.get("spd_type") == "pard2" or config.get("pard2"):
         raise unsupported("spd_type", "pard2", "pard (PARD-2 models read the target's features)")
-    token, size = config.get("pard_token"), config.integer("vocab_size")
-    if token is not None and (type(token) is not int or not 0 <= token < size):
-        raise invalid("pard_token", token, f"a row of the embedding, from 0 to {size - 1},")
-    return token
+    return None if config.get("pard_token") is None else config.token("pard_token", config.integer("vocab_size"))
 
 
 def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:
@@ -180,6 +179,30 @@ def _dtype(config: Settings, dtype: str, platform: str | None, before_ampere: bo
     return "float16" if stored == "bfloat16" and before_ampere else stored
 
 
+def windows_of(
+    config: Settings, layers: int, has_window: Callable[[int], bool] = lambda layer: False
+) -> tuple[int | None, ...]:
+    """The window of each layer; ``layer_types`` overrides ``has_window``."""
+    has_types = config.get("layer_types") is not None
+    sliding = layers_with_window(config, layers) if has_types else [has_window(layer) for layer in range(layers)]
+    if not any(sliding) or (not has_types and config.get("sliding_window") is None):
+        return (None,) * layers
+    window = config.integer("sliding_window")
+    return tuple(window if each else None for each in sliding)
+
+
+def late_windows(config: Settings, layers: int) -> tuple[int | None, ...]:
+    """Qwen's windows: of the layers from ``max_window_layers`` on, if ``use_sliding_window``."""
+    if not config.boolean("use_sliding_window"):
+        return (None,) * layers
+    first = config.integer("max_window_layers", 28, least=0)
+    return windows_of(config, layers, lambda layer: layer >= first)
+
+
+_every_window = partial(windows_of, has_window=lambda layer: True)
+_even_windows = partial(windows_of, has_window=lambda layer: layer % 2 == 0)
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads the settings that depend on the architecture."""
@@ -187,6 +210,7 @@ class Reader:
     parts: tuple[Callable[[Settings, int], dict[str, Any]], ...]  # (config.json, layers) -> fields of `ModelConfig`
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of absent keys, as in transformers
     only: Values = field(default_factory=lambda: SILU)
+    windows: Callable[[Settings, int], tuple[int | None, ...]] = lambda config, layers: ()
     partial_rope: bool = False
     text_config: bool = False  # multimodal: the language model's keys are in that section
     remote_code: bool = False  # published with Python code; tests compare the family with it
@@ -202,40 +226,48 @@ def _mlp_bias(config: Settings, layers: int) -> dict[str, Any]:
     return {"mlp_bias": config.boolean("mlp_bias")}
 
 
+def _experts(
+    config: Settings, layers: Sequence[int], count: str, per_token: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size", *, each: int | None = None, **fields: Any,
+) -> Experts | None:  # fmt: skip
+    """The experts of these layers, by the keys of their sizes; None if no layer has experts. ``each``: see `count`."""
+    experts, chosen = config.count(count, each=len(layers) if each is None else each), config.integer(per_token)
+    at_most(chosen, experts, per_token, count)
+    return Experts(experts, chosen, config.integer(width), tuple(layers), **fields) if layers else None
+
+
 def _qwen3_moe(config: Settings, layers: int) -> dict[str, Any]:
     dense, step = config.optional("mlp_only_layers", []), config.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
         raise invalid("mlp_only_layers", dense, "a list of layers")
     key = "num_experts" if "num_experts" in config else "num_local_experts"  # of transformers 5
-    count, per_token = config.integer(key), config.integer("num_experts_per_tok")
-    at_most(per_token, count, "num_experts_per_tok", key)
-    sparse = tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-    config.count(key, each=len(sparse))
-    width, normalised = config.integer("moe_intermediate_size"), config.boolean("norm_topk_prob")
-    experts = Experts(count, per_token, width, sparse, normalised=normalised)
-    windows = _every_window(config, layers) if config.boolean("use_sliding_window") else {}
-    return windows | {"experts": experts if sparse else None}
+    sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+    experts = _experts(config, sparse, key, normalised=config.boolean("norm_topk_prob"))
+    windows = _every_window(config, layers) if config.boolean("use_sliding_window") else ()
+    return {"windows": windows, "experts": experts}
 
 
 def _gpt_oss(config: Settings, layers: int) -> dict[str, Any]:
-    count, per_token = config.integer("num_local_experts"), config.integer("num_experts_per_tok")
-    at_most(per_token, count, "num_experts_per_tok", "num_local_experts")
-    experts = Experts(count, per_token, config.integer("intermediate_size"), tuple(range(layers)))
-    return {"experts": experts}
+    # All experts of a layer are in one tensor.
+    return {"experts": _experts(config, range(layers), "num_local_experts", width="intermediate_size", each=0)}
 
 
 def _gemma(config: Settings, layers: int) -> dict[str, Any]:
-    caps = {
-        name: None if config.get(key) is None else config.number(key)
-        for name, key in (("attention_softcap", "attn_logit_softcapping"), ("logit_softcap", "final_logit_softcapping"))
+    return {
+        "attention_softcap": _positive(config, "attn_logit_softcapping"),
+        "logit_softcap": _positive(config, "final_logit_softcapping"),
+        "query_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
     }
-    return caps | {"query_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5}
+
+
+def _positive(config: Settings, key: str) -> float | None:
+    return None if config.get(key) is None else config.number(key)
 
 
 def _gemma3(config: Settings, layers: int) -> dict[str, Any]:
     pattern, head_dim = config.integer("sliding_window_pattern", 6), config.integer("head_dim", 256)
-    windows = _windows(config, layers, lambda layer: (layer + 1) % pattern != 0)
-    return windows | _two_ropes(config, head_dim, head_dim)
+    windows = windows_of(config, layers, lambda layer: (layer + 1) % pattern != 0)
+    return {"windows": windows} | _two_ropes(config, head_dim, head_dim)
 
 
 def _two_ropes(config: Settings, head_dim: int, full_head_dim: int) -> dict[str, Any]:
@@ -257,25 +289,21 @@ def _gemma4(config: Settings, layers: int) -> dict[str, Any]:
     if isinstance(types, list):
         types = [*types[:-1], LAYER_TYPES[1]]  # as in transformers
     config = Settings(config | {"layer_types": types}, config.holds)
-    windows, sliding = _windows(config, layers, lambda layer: False), layers_with_window(config, layers)
+    windows, sliding = windows_of(config, layers), layers_with_window(config, layers)
     full, head_dim = _layer_sizes(config, sliding)
     shared = config.integer("num_kv_shared_layers", 0, least=0)
     if not {*sliding[layers - shared :]} <= {*sliding[: max(layers - shared, 0)]}:
         raise invalid("num_kv_shared_layers", shared, "a number that leaves a layer of each kind before those")
     inputs = config.integer("hidden_size_per_layer_input", least=0)
-    experts, key = None, "num_experts"
-    if config.boolean("enable_moe_block"):
-        count, per_token = config.count(key, each=layers), config.integer("top_k_experts")
-        at_most(per_token, count, "top_k_experts", key)
-        experts = Experts(count, per_token, config.integer("moe_intermediate_size"), tuple(range(layers)))
-    cap = None if config.get("final_logit_softcapping") is None else config.number("final_logit_softcapping")
-    return windows | _two_ropes(config, head_dim, full[0]) | {
+    has_experts = config.boolean("enable_moe_block")
+    return {"windows": windows} | _two_ropes(config, head_dim, full[0]) | {
         "kinds": LayerKinds(
             *full, keys_as_values=config.boolean("attention_k_eq_v"), shared=shared, inputs=inputs,
             double_mlp=config.boolean("use_double_wide_mlp"),
             input_vocab=config.integer("vocab_size_per_layer_input", 262144) if inputs else 0,
         ),
-        "experts": experts, "logit_softcap": cap, "query_scale": 1.0,
+        "experts": _experts(config, range(layers), "num_experts", "top_k_experts") if has_experts else None,
+        "logit_softcap": _positive(config, "final_logit_softcapping"), "query_scale": 1.0,
     }  # fmt: skip
 
 
@@ -315,13 +343,13 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
     if count % groups:
         raise CheckpointError(f"config.json: n_group ({groups}) must divide {key} ({count})")
     at_most(top_groups, groups, "topk_group", "n_group")
-    at_most(per_token, count // groups * top_groups, "num_experts_per_tok", "the experts of topk_group groups")
-    config.count(key, 256, each=max(layers - dense, 0))
-    width = config.integer("moe_intermediate_size")
-    experts = Experts(
-        count, per_token, width, tuple(range(dense, layers)), scoring="sigmoid",
-        normalised=config.boolean("norm_topk_prob"), scale=config.number("routed_scaling_factor", 1.0), groups=groups,
-        top_groups=top_groups, shared_width=width * config.integer("n_shared_experts", 1),
+    within = count // groups * top_groups
+    at_most(per_token, within, "num_experts_per_tok", "the experts of topk_group groups")
+    stated = Settings(config | {key: count, "num_experts_per_tok": per_token}, config.holds)
+    experts = _experts(
+        stated, range(dense, layers), key, scoring="sigmoid", normalised=config.boolean("norm_topk_prob"),
+        scale=config.number("routed_scaling_factor", 1.0), groups=groups, top_groups=top_groups,
+        shared_width=config.integer("moe_intermediate_size") * config.integer("n_shared_experts", 1),
     )  # fmt: skip
     rope = read_rope(config, config.integer("max_position_embeddings", 4096), head_dim=latent.rope_dim)
     section, key = rope_section(config), "mscale_all_dim"
@@ -329,7 +357,7 @@ def _deepseek_v3(config: Settings, layers: int) -> dict[str, Any]:
     if rope.scaling != "none" and section.get(key):
         scale *= yarn_magnitude(rope.factor, section.number(key)) ** 2
     return {
-        "latent": latent, "experts": experts if experts.layers else None, "rope": rope, "query_scale": scale,
+        "latent": latent, "experts": experts, "rope": rope, "query_scale": scale,
         "head_dim": latent.nope_dim + latent.rope_dim, "attention_bias": config.boolean("attention_bias"),
     }  # fmt: skip
 
@@ -356,33 +384,6 @@ def _qwen3_next(config: Settings, layers: int, *, fused: bool) -> dict[str, Any]
     return fields | {"delta": delta if delta_layers else None}
 
 
-def _every_window(config: Settings, layers: int) -> dict[str, Any]:
-    return _windows(config, layers, lambda layer: True)
-
-
-def _even_windows(config: Settings, layers: int) -> dict[str, Any]:
-    return _windows(config, layers, lambda layer: layer % 2 == 0)
-
-
-def _late_windows(config: Settings, layers: int) -> dict[str, Any]:
-    if not config.boolean("use_sliding_window"):
-        return {}
-    first = config.integer("max_window_layers", 28, least=0)
-    return _windows(config, layers, lambda layer: layer >= first)
-
-
-def _windows(config: Settings, layers: int, has_window: Callable[[int], bool]) -> dict[str, Any]:
-    """The window of each layer; ``layer_types`` overrides ``has_window``."""
-    has_types = config.get("layer_types") is not None
-    sliding = layers_with_window(config, layers) if has_types else [has_window(layer) for layer in range(layers)]
-    if config.get("sliding_window") is None:
-        if has_types and any(sliding):
-            raise CheckpointError(f"config.json: layer_types has {LAYER_TYPES[0]}, and sliding_window is null")
-        return {}
-    window = config.integer("sliding_window")
-    return {"windows": tuple(window if each else None for each in sliding)} if any(sliding) else {}
-
-
 def layers_with_window(config: Settings, layers: int) -> list[bool]:
     """Whether each layer has a window, by ``layer_types``."""
     types = config["layer_types"]
@@ -397,7 +398,7 @@ def at_most(value: int, limit: int, name: str, bound: str) -> None:
 
 
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
-_QWEN2 = (lambda config, layers: {"attention_bias": True}, _late_windows)
+_QWEN2 = Reader((lambda config, layers: {"attention_bias": True},), _QWEN, windows=late_windows)
 _GEMMA = {
     "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
     "tie_word_embeddings": True, "num_key_value_heads": 4,
@@ -406,42 +407,43 @@ _GEMMA_ONLY = {
     "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
     "use_bidirectional_attention": (False, "false (causal attention)"),
 }
-
-_GEMMA4: Any = {
-    "defaults": {
+_GEMMA3 = Reader(
+    (_attention_bias, _gemma, _gemma3), _GEMMA | {"max_position_embeddings": 131072}, _GEMMA_ONLY, float16=False
+)
+_GEMMA4 = Reader(
+    (_gemma4,),
+    {
         "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512, "max_position_embeddings": 131072,
         "tie_word_embeddings": True, "hidden_size_per_layer_input": 256,
     },
-    "only": {
-        "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"), "attention_bias": (False, "false"),
+    _GEMMA_ONLY | {
+        "attention_bias": (False, "false"),
         "use_bidirectional_attention": ("vision", "null or vision (causal attention of texts)"),
     },
-    "float16": False,
-}  # fmt: skip
+    float16=False,
+)  # fmt: skip
 _UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0}
 
-_DELTA: Any = {
-    "defaults": {
-        "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "norm_topk_prob": True
-    },
-    "only": SILU | {"attention_bias": (False, "false"), "use_sliding_window": (False, "false")},
-    "partial_rope": True,
-}  # fmt: skip
+_DELTA = Reader(
+    (partial(_qwen3_next, fused=False),),
+    {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "norm_topk_prob": True},
+    SILU | {"attention_bias": (False, "false"), "use_sliding_window": (False, "false")}, partial_rope=True,
+)  # fmt: skip
 # All layers of Qwen3_5Moe have experts, so its files lack the width of a dense MLP; this is Qwen3-Next's.
-_DELTA_MOE = _DELTA | {"defaults": _DELTA["defaults"] | {"intermediate_size": 5632}}
+_DELTA_MOE = replace(_DELTA, defaults={**_DELTA.defaults, "intermediate_size": 5632})
 
 READERS: Mapping[str, Reader] = {
     "LlamaForCausalLM": Reader((_attention_bias, _mlp_bias), only=SILU | NO_WINDOW),
     "MistralForCausalLM": Reader(
-        (_attention_bias, _mlp_bias, _every_window),
-        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        (_attention_bias, _mlp_bias),
+        {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}, windows=_every_window,
     ),
-    "Qwen2ForCausalLM": Reader(_QWEN2, _QWEN),
-    "MiMoForCausalLM": Reader(_QWEN2, _QWEN, remote_code=True),
-    "Qwen3ForCausalLM": Reader((_attention_bias, _late_windows), _QWEN | {"head_dim": 128}),
+    "Qwen2ForCausalLM": _QWEN2,
+    "MiMoForCausalLM": replace(_QWEN2, remote_code=True),
+    "Qwen3ForCausalLM": Reader((_attention_bias,), _QWEN | {"head_dim": 128}, windows=late_windows),
     "Qwen3MoeForCausalLM": Reader((_attention_bias, _qwen3_moe), _QWEN | {"num_key_value_heads": 4}),
     "GptOssForCausalLM": Reader(
-        (_attention_bias, _even_windows, _gpt_oss),
+        (_attention_bias, _gpt_oss),
         {
             "head_dim": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "sliding_window": 128,
             "attention_bias": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
@@ -449,29 +451,25 @@ READERS: Mapping[str, Reader] = {
                 "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096
             },
         },
-        SILU | {"swiglu_alpha": (1.702, "1.702"), "swiglu_limit": (7.0, "7.0")}, float16=False,
+        SILU | {"swiglu_alpha": (1.702, "1.702"), "swiglu_limit": (7.0, "7.0")}, _even_windows, float16=False,
     ),
     "Gemma2ForCausalLM": Reader(
-        (_attention_bias, _even_windows, _gemma),
-        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, _GEMMA_ONLY, float16=False,
+        (_attention_bias, _gemma), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_ONLY, _even_windows, float16=False,
     ),
-    "Gemma3ForCausalLM": Reader(
-        (_attention_bias, _gemma, _gemma3), _GEMMA | {"max_position_embeddings": 131072}, _GEMMA_ONLY, float16=False
-    ),
-    "Gemma3ForConditionalGeneration": Reader(
-        (_attention_bias, _gemma, _gemma3),
-        _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
-        _GEMMA_ONLY, text_config=True, float16=False,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3, text_config=True, defaults={**_GEMMA3.defaults, "vocab_size": 262208, "num_attention_heads": 8}
     ),
     **{
-        f"Gemma4{kind}For{use}": Reader(
-            (_gemma4,), text_config=use == "ConditionalGeneration",
-            **_GEMMA4 | {"defaults": _GEMMA4["defaults"] | (_UNIFIED if kind else {})},
+        f"Gemma4{kind}For{use}": replace(
+            _GEMMA4, text_config=use == "ConditionalGeneration", defaults={**_GEMMA4.defaults, **unified}
         )
-        for kind in ("", "Unified") for use in ("CausalLM", "ConditionalGeneration")
+        for kind, unified in (("", {}), ("Unified", _UNIFIED)) for use in ("CausalLM", "ConditionalGeneration")
     },
     "Phi3ForCausalLM": Reader(
-        (_every_window,), {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
+        (), {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, windows=_every_window, partial_rope=True,
+        remote_code=True,
     ),
     "DeepseekV3ForCausalLM": Reader(
         (_deepseek_v3,),
@@ -485,11 +483,9 @@ READERS: Mapping[str, Reader] = {
         },
         remote_code=True, float16=False,
     ),
-    "Qwen3NextForCausalLM": Reader((partial(_qwen3_next, fused=True),), **_DELTA),
+    "Qwen3NextForCausalLM": replace(_DELTA, parts=(partial(_qwen3_next, fused=True),)),
     **{
-        f"Qwen3_5{kind}For{use}": Reader(
-            (partial(_qwen3_next, fused=False),), text_config=use == "ConditionalGeneration", **delta
-        )
+        f"Qwen3_5{kind}For{use}": replace(delta, text_config=use == "ConditionalGeneration")
         for kind, delta in (("", _DELTA), ("Moe", _DELTA_MOE)) for use in ("CausalLM", "ConditionalGeneration")
     },
 }  # fmt: skip
@@ -561,19 +557,18 @@ def _scaling(
         return RopeConfig(scaling="proportional", factor=section.number("factor", 1.0))
     key = "original_max_position_embeddings"  # Phi-3 has it outside the section
     original = (config if config.get(key) is not None else section).integer(key, max_positions)
-    is_dynamic, is_yarn, is_longrope = (rope_type == name for name in ("dynamic", "yarn", "longrope"))
-    factor = section.number("factor", max_positions / original if is_yarn or is_longrope else None)
+    factor = section.number("factor", max_positions / original if rope_type in ("yarn", "longrope") else None)
     if rope_type == "linear":
         return RopeConfig(scaling="linear", factor=factor) if factor != 1 else RopeConfig()
     scaled = RopeConfig(scaling=cast(Any, rope_type), factor=factor, original_max_position=original)
-    if is_dynamic:
+    if rope_type == "dynamic":
         return replace(scaled, original_max_position=max_positions)
     if rope_type == "llama3":
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         if low >= high:
             raise invalid("low_freq_factor", low, f"a number below high_freq_factor ({high})")
         return replace(scaled, low_freq_factor=low, high_freq_factor=high) if factor != 1 else RopeConfig()
-    if is_longrope:
+    if rope_type == "longrope":
         if original < 2:
             raise config.invalid(key, original, "a number of at least 2")
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

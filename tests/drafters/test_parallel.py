@@ -229,7 +229,7 @@ def test_pard_config():
     assert model_config(llama | {"spd_type": "pard", "pard_token": 39}).mask_token == 39
     assert model_config(llama | {"pard_token": None}).mask_token is None
     for token in (40, -1, "39", True):
-        with pytest.raises(CheckpointError, match=r"pard_token is .*; a row of the embedding, from 0 to 39, is needed"):
+        with pytest.raises(CheckpointError, match=r"pard_token is .*; a token id from 0 to 39 is needed"):
             model_config(llama | {"pard_token": token})
     for keys in ({"spd_type": "pard2"}, {"pard2": True}):
         with pytest.raises(CheckpointError, match=r"spd_type is 'pard2'; supported: pard .PARD-2 models read"):
