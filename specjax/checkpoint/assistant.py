@@ -120,10 +120,9 @@ def _described(files: ModelFiles, target: ModelConfig, tensors: Entries | None) 
     if problem := misfit(config, target):
         raise CheckpointError(f"config.json: {problem}")
     if tensors is not None:
-        shapes = {name: entry.shape for name, entry in tensors.items()}
         optional = shared_tensors(layer, "model.layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm"))
         optional |= {HEAD_TENSOR, *([TOKEN_ORDERING] if centroids else [])}
-        if problems := misfits(shapes, placements(mtp_table(config), mtp_sizes(config)), "assistants", optional):
+        if problems := misfits(tensors, placements(mtp_table(config), mtp_sizes(config)), "assistants", optional):
             raise CheckpointError(f"unsupported assistant; {problems}")
     return config
 

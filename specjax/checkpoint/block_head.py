@@ -7,7 +7,7 @@ with the wrong one nearly all drafts are rejected, without an error. Fields that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, unsupported
@@ -16,11 +16,12 @@ from specjax.checkpoint.hf_config import (
     SILU,
     at_most,
     flattened,
-    layers_with_window,
+    late_windows,
     read_heads,
     read_rope,
     refuse_unsupported,
     scaled_positions,
+    windows_of,
 )
 from specjax.config import BlockConfig, ModelConfig, Walk
 from specjax.limits import ParameterError
@@ -78,10 +79,22 @@ def layer_names(settings: Settings) -> Settings:
     return Settings(settings | changes, settings.holds)
 
 
-def layer_fields(settings: Settings) -> dict[str, Any]:
-    """Fields of `HeadConfig` for Gemma 4's layers."""
-    gemma = architecture_of(settings) in GEMMA
-    return {"gemma_layers": gemma, "keys_as_values": gemma and settings.boolean("attention_k_eq_v")}
+def layer_fields(settings: Settings, target: ModelConfig, head_dim: int, positions: int) -> dict[str, Any]:
+    """Fields of `HeadConfig` that all heads read alike. ``positions``: default of ``max_position_embeddings``."""
+    gemma, key = architecture_of(settings) in GEMMA, "max_position_embeddings"
+    positions = settings.integer(key, positions)
+    # An absent theta is 10000, independent of the target's.
+    rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
+    longest = scaled_positions(rope, positions)
+    return {
+        "head_dim": head_dim,
+        "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
+        "rope": rope,
+        "max_positions": longest if key in settings and longest < target.max_positions else None,
+        "dtype": target.dtype,
+        "gemma_layers": gemma,
+        "keys_as_values": gemma and settings.boolean("attention_k_eq_v"),
+    }
 
 
 def embedding_scale(settings: Settings, target: ModelConfig) -> float:
@@ -100,9 +113,6 @@ def block_config(
     layers, (heads, kv_heads) = settings.count("num_hidden_layers"), read_heads(settings)
     hidden = settings.integer("hidden_size", target.hidden_size)
     head_dim = settings.integer("head_dim", hidden // heads)
-    positions = settings.integer("max_position_embeddings", target.max_positions)
-    rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
-    longest = scaled_positions(rope, positions)
     windows, causal = _attention(settings, layers, architecture)
     from_anchor = _from_anchor(settings, architecture, sample_from_anchor)
     features = _features(settings, target, layers)
@@ -111,16 +121,14 @@ def block_config(
     mapped, attention_bias = vocab_size != target.vocab_size, settings.boolean("attention_bias")
     cap = settings.number("final_logit_softcapping") if settings.get("final_logit_softcapping") else None
     result = BlockConfig(
-        hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, head_dim=head_dim,
-        num_kv_heads=kv_heads, rope=rope, vocab_size=vocab_size,
-        intermediate_size=settings.integer("intermediate_size"), norm_epsilon=settings.number("rms_norm_eps", 1e-6),
-        aux_layers=features, own_embedding=EMBED in own, own_head=HEAD in own or mapped, mapped=mapped,
-        attention_bias=attention_bias, output_bias=attention_bias, mlp_bias=settings.boolean("mlp_bias"),
-        logit_softcap=cap, max_positions=longest if longest < target.max_positions else None, dtype=target.dtype,
-        layers=layers, block=settings.integer("block_size", least=2 - from_anchor), from_anchor=from_anchor,
-        mask_token=_mask_token(settings, target), windows=windows, causal=causal,
-        input_scale=embedding_scale(settings, target), **layer_fields(settings),
-        output_scale=settings.number("output_multiplier", 1.0), **_walk(settings, architecture, hidden),
+        hidden_size=hidden, feature_size=len(features) * target.hidden_size, num_heads=heads, num_kv_heads=kv_heads,
+        vocab_size=vocab_size, intermediate_size=settings.integer("intermediate_size"), aux_layers=features,
+        own_embedding=EMBED in own, own_head=HEAD in own or mapped, mapped=mapped, attention_bias=attention_bias,
+        output_bias=attention_bias, mlp_bias=settings.boolean("mlp_bias"), logit_softcap=cap, layers=layers,
+        block=settings.integer("block_size", least=2 - from_anchor), from_anchor=from_anchor,
+        mask_token=settings.token("mask_token_id", target.vocab_size), windows=windows, causal=causal,
+        input_scale=embedding_scale(settings, target), output_scale=settings.number("output_multiplier", 1.0),
+        **layer_fields(settings, target, head_dim, target.max_positions), **_walk(settings, architecture, hidden),
     )  # fmt: skip
     _check_target(settings, result, target)
     return result
@@ -160,39 +168,49 @@ def _from_anchor(settings: Settings, architecture: str, given: bool | None) -> b
     )
     if given is None and stated is None:
         name = repr(architecture) if architecture else "no architectures"
-        problem = (
-            f"is needed: config.json has no sample_from_anchor, and {name} does not imply it; false: the block's first "
-            "slot, the root, drafts nothing; true: it drafts the next token"
-        )
-        raise ParameterError("sample_from_anchor", problem, "Block")
+        problem = f"is needed: config.json has no sample_from_anchor, and {name} does not imply it"
+        meaning = "false: the block's first slot, the root, drafts nothing; true: it drafts the next token"
+        raise ParameterError("sample_from_anchor", f"{problem}; {meaning}", "Block")
     return bool(stated) if given is None else given
 
 
 def _attention(settings: Settings, layers: int, architecture: str) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """The window of each layer, and whether its block is causal.
+    """The window of each layer, and whether its block is causal. Without ``layer_types`` windows are Qwen3's.
 
     As in vLLM, a layer with a window is causal unless the file says otherwise; DFlash2 and files with ``use_swa`` are
     not causal. speculators' ``sliding_window_non_causal`` is for layers with a window, other keys are for all layers.
     """
-    size, by_swa = settings.get("sliding_window"), settings.boolean("use_swa") and "layer_types" not in settings
+    by_swa = settings.boolean("use_swa") and "layer_types" not in settings
     if by_swa:
-        sliding, size = [True] * layers, settings.get("swa_window_size")
-    elif "layer_types" in settings:
-        sliding = layers_with_window(settings, layers)
-    else:  # as in transformers' Qwen3
-        windowed = settings.boolean("use_sliding_window") and size is not None
-        first = settings.integer("max_window_layers", 28, least=0) if windowed else layers
-        sliding = [layer >= first for layer in range(layers)]
-    if any(sliding):
-        size = Settings({"sliding_window or swa_window_size": size}).integer("sliding_window or swa_window_size")
-        if not by_swa and not settings.optional("use_sliding_window", True):
-            raise unsupported("use_sliding_window", False, f"true where layer_types has {LAYER_TYPES[0]}")
+        windows: tuple[int | None, ...] = (settings.integer("swa_window_size"),) * layers
+    else:
+        windows = typed_windows(settings, layers) if "layer_types" in settings else late_windows(settings, layers)
     said = next((key for key in ("is_causal", "causal", "causal_head") if key in settings), None)
     non_causal = by_swa or architecture in DFLASH2
     if "sliding_window_non_causal" in settings:
         non_causal = settings.boolean("sliding_window_non_causal")
-    causal = (settings.boolean(said) if said else each and not non_causal for each in sliding)
-    return tuple(size if each else None for each in sliding), tuple(causal)
+    causal = (settings.boolean(said) if said else window is not None and not non_causal for window in windows)
+    return windows, tuple(causal)
+
+
+def typed_windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
+    """Windows by ``layer_types``, which ``use_sliding_window`` must not contradict."""
+    windows = windows_of(settings, layers)
+    if any(windows) and not settings.boolean("use_sliding_window", True):
+        raise unsupported("use_sliding_window", False, f"true where layer_types has {LAYER_TYPES[0]}")
+    return windows
+
+
+def read_layers(written: Mapping[str, Any], shift: Callable[[str, Sequence[int]], int]) -> dict[str, tuple[int, ...]]:
+    """By key, the target's layers of a list of ids; ``shift`` is subtracted."""
+    for key, ids in written.items():
+        if not isinstance(ids, list | tuple) or not ids or not all(type(value) is int for value in ids):
+            raise invalid(key, ids, "a list of integers")
+    return {key: tuple(value - shift(key, ids) for value in ids) for key, ids in written.items()}
+
+
+def are_layers(layers: Sequence[int], count: int) -> bool:
+    return 0 < len(set(layers)) == len(layers) and all(0 <= layer < count for layer in layers)
 
 
 def _features(settings: Settings, target: ModelConfig, layers: int) -> tuple[int, ...]:
@@ -200,20 +218,15 @@ def _features(settings: Settings, target: ModelConfig, layers: int) -> tuple[int
     on the number of draft layers."""
     outputs, inputs, last = "target_layer_ids", "aux_hidden_state_layer_ids", target.num_layers - 1
     written = {key: settings[key] for key in (outputs, inputs) if key in settings}
-    read = dict[str, tuple[int, ...]]()
-    for key, ids in (written or {outputs: default_block_features(target.num_layers, layers)}).items():
-        if not isinstance(ids, list | tuple) or not ids or not all(type(value) is int for value in ids):
-            raise invalid(key, ids, "a list of layers")
-        read[key] = tuple(value - (key == inputs) for value in ids)
-        if len(set(read[key])) != len(ids) or not all(0 <= layer < last for layer in read[key]):
-            needed = (
-                f"the outputs of different layers from 0 to {last - 1} of the target (not its embedding or last layer)"
-            )
-            raise invalid(key, list(ids), needed)
+    written = written or {outputs: default_block_features(target.num_layers, layers)}
+    read = read_layers(written, lambda key, ids: key == inputs)
+    for key in read:
+        if not are_layers(read[key], last):
+            needed = f"the outputs of different layers from 0 to {last - 1} of the target"
+            raise invalid(key, list(written[key]), f"{needed} (not its embedding or last layer)")
     if len(set(read.values())) > 1:
-        raise invalid(
-            inputs, written[inputs], f"the inputs of the layers after {outputs} {written[outputs]}, or absent"
-        )
+        needed = f"the inputs of the layers after {outputs} {written[outputs]}, or absent"
+        raise invalid(inputs, written[inputs], needed)
     return next(iter(read.values()))
 
 
@@ -222,12 +235,6 @@ def default_block_features(target_layers: int, layers: int) -> tuple[int, ...]:
     if layers == 1:
         return (target_layers // 2,)
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
-
-
-def _mask_token(settings: Settings, target: ModelConfig) -> int:
-    if type(token := settings.get("mask_token_id")) is not int or not 0 <= token < target.vocab_size:
-        raise invalid("mask_token_id", token, f"a token of the target, from 0 to {target.vocab_size - 1}")
-    return token
 
 
 def _walk(settings: Settings, architecture: str, hidden: int) -> dict[str, Any]:
@@ -251,10 +258,13 @@ def _walk(settings: Settings, architecture: str, hidden: int) -> dict[str, Any]:
 def _check_target(settings: Settings, head: BlockConfig, target: ModelConfig) -> None:
     sizes = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
     for key, value in {**sizes, "vocab_size": target.vocab_size}.items():
-        if (stated := settings.optional(key, value)) != value:
-            raise CheckpointError(
-                f"config.json: {key} is {stated!r:.80}, and the target's is {value}; it has another target"
-            )
+        agree(settings, key, value, f"the target's is {value}; it has another target")
     if head.hidden_size != target.hidden_size and not (head.own_embedding and head.own_head):
         wide = f"{head.hidden_size}; without an embedding and an output layer of its own the target's width is needed"
         raise CheckpointError(f"config.json: hidden_size is {wide}: {target.hidden_size}")
+
+
+def agree(settings: Settings, key: str, value: int, reason: str) -> None:
+    """Raises CheckpointError if the file states another value than the one needed for a reason."""
+    if (stated := settings.optional(key, value)) != value:
+        raise CheckpointError(f"config.json: {key} is {stated!r:.80}, and {reason}")

@@ -20,26 +20,20 @@ import numpy as np
 from specjax.checkpoint import assistant
 from specjax.checkpoint.block_head import (
     DEEPSPEC,
+    agree,
     architecture_of,
+    are_layers,
     block_config,
     copies,
     embedding_scale,
     layer_fields,
     layer_names,
     not_read,
+    read_layers,
+    typed_windows,
 )
-from specjax.checkpoint.files import CheckpointError, Settings, invalid, listed, prefixed, read_json, unsupported
-from specjax.checkpoint.hf_config import (
-    LAYER_TYPES,
-    NO_WINDOW,
-    SILU,
-    flattened,
-    layers_with_window,
-    read_heads,
-    read_rope,
-    refuse_unsupported,
-    scaled_positions,
-)
+from specjax.checkpoint.files import CheckpointError, Settings, listed, prefixed, read_json, unsupported
+from specjax.checkpoint.hf_config import NO_WINDOW, SILU, flattened, read_heads, refuse_unsupported
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.parameters import ArrayEntry, fill_parameters, misfits
 from specjax.checkpoint.quantised import QuantisedEntry, matrices
@@ -72,7 +66,7 @@ from specjax.models.head_spec import (
     head_table,
 )
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
-from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, Placement, placements
+from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -140,7 +134,7 @@ def load_head(
             options: Any = {"quantization": quantization, "mesh": mesh, "progress": progress}
             return assistant.load_assistant(name, folder, target, **options)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
-        tensors, config, ids = _describe(name, folder, target, kind, given)
+        tensors, config, ids = _describe(name, folder, target, kind, given, _read(name, folder))
         # The tolerances exceed the difference between roundings of one number to half precision.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
@@ -173,40 +167,52 @@ def describe_head(
         if assistant.wanted(kind, name, folder):
             return assistant.describe_assistant(name, folder, target)
         given = _Given(sample_from_anchor, aux_layers, norm_output, mask_token)
-        if any((folder / file).is_file() for layout in LAYOUTS for file in layout):
-            return _describe(name, folder, target, kind, given)[1]
-        settings = read_json(folder / "config.json", name)
-        if kind == BlockConfig.kind:
-            return block_config(settings, target, sample_from_anchor=sample_from_anchor)
-        return _published(layer_config(settings), target, head_spec(kind), given)
-
-
-def _describe_block(
-    name: str, folder: Path, target: ModelConfig, sample_from_anchor: bool | None
-) -> tuple[HeadTensors, BlockConfig, np.ndarray | None]:
-    """`_describe` of a block head."""
-    settings, stored = read_json(folder / "config.json", name), _read(find_weights(name, folder, torch_too=True))
-    names = {file_name.removeprefix("model."): file_name for file_name in stored}
-    tensors = HeadTensors({name: stored[file_name] for name, file_name in names.items()}, names)
-    config = block_config(settings, target, names.keys(), sample_from_anchor=sample_from_anchor)
-    vocab_size = tensors.matrix(HEAD).shape[0] if config.own_head else config.vocab_size
-    ids = _ids(tensors, vocab_size, target.vocab_size)
-    config = replace(config, vocab_size=vocab_size, mapped=ids is not None)
-    shapes = {name: array.shape for name, array in tensors.arrays.items()}
-    rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
-    _refuse_misfits(tensors, rules, "block", misfits(shapes, rules, "block heads", not_read(settings)))
-    return tensors, config, ids
+        has_weights = any((folder / file).is_file() for layout in LAYOUTS for file in layout)
+        return _describe(name, folder, target, kind, given, _read(name, folder) if has_weights else None)[1]
 
 
 def _describe(
-    name: str, folder: Path, target: ModelConfig, kind: str, given: _Given
+    name: str, folder: Path, target: ModelConfig, kind: str, given: _Given, stored: Mapping[str, np.ndarray] | None
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
-    """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary."""
+    """The head's tensors, its description, and the target's ids of its vocabulary; None: the target's vocabulary.
+    ``stored``: the tensors; None: there are no weights, and the description is that of published heads."""
+    settings = read_json(folder / "config.json", name)
     if kind == BlockConfig.kind:
-        return _describe_block(name, folder, target, given.sample_from_anchor)
-    spec = head_spec(kind)
-    settings = layer_config(read_json(folder / "config.json", name))
-    tensors = common_names(_read(find_weights(name, folder, torch_too=True)), skipped=copies(settings))
+        return _describe_block(settings, target, given, stored)
+    spec, settings = head_spec(kind), layer_config(settings)
+    tensors = common_names(stored or {}, skipped=copies(settings))
+    masks = tensors.has(MASK_FEATURE) or _is_p_eagle(settings)
+    if stored is None:
+        fields = _published_fields(settings, target, spec)
+        fields |= _config_fields(settings, target, spec, given, fields, masks)
+        return tensors, HeadConfig(**fields), None
+    fields = _stored_fields(tensors, settings, target, spec)
+    fields |= _config_fields(settings, target, spec, given, fields, masks)
+    _check_target(tensors, settings, target, fields["aux_layers"], given)
+    ids = _ids(tensors, fields["vocab_size"], target.vocab_size) if spec.own_ends else None
+    config = HeadConfig(**fields, mapped=ids is not None)
+    _check_tensors(tensors, config, target, (MASK, OFFSETS) if spec.own_ends else (EMBED,), spec)
+    return tensors, config, ids
+
+
+def _describe_block(
+    settings: Settings, target: ModelConfig, given: _Given, stored: Mapping[str, np.ndarray] | None
+) -> tuple[HeadTensors, BlockConfig, np.ndarray | None]:
+    """`_describe` of a block head."""
+    arrays = {file_name.removeprefix("model."): array for file_name, array in (stored or {}).items()}
+    tensors = HeadTensors(arrays, dict(zip(arrays, stored or {}, strict=True)))
+    config = block_config(settings, target, arrays.keys(), sample_from_anchor=given.sample_from_anchor)
+    if stored is None:
+        return tensors, config, None
+    vocab_size = tensors.matrix(HEAD).shape[0] if config.own_head else config.vocab_size
+    ids = _ids(tensors, vocab_size, target.vocab_size)
+    config = replace(config, vocab_size=vocab_size, mapped=ids is not None)
+    _check_tensors(tensors, config, target, not_read(settings))
+    return tensors, config, ids
+
+
+def _stored_fields(tensors: HeadTensors, settings: Settings, target: ModelConfig, spec: HeadSpec) -> dict[str, Any]:
+    """The fields of `HeadConfig` that follow from tensors."""
     layers = len(_layers(tensors.arrays)) or 1
     if layers > 1 and not tensors.has(MASK_FEATURE):
         raise CheckpointError(f"it has {layers} decoder layers; heads of 1 layer are supported, and P-EAGLE heads")
@@ -214,63 +220,48 @@ def _describe(
     heads = settings.integer("num_attention_heads")
     head_dim, kv_heads = _attention_sizes(tensors, heads, settings)
     own_head = tensors.has(HEAD)
-    vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    masks = tensors.has(MASK_FEATURE) or _is_p_eagle(settings)
-    fields, aux_layers = _config_fields(settings, target, spec, head_dim, given, layers, masks), given.aux_layers
-    if aux_layers is not None and tensors.arrays[FC].shape[1] != (width := len(aux_layers) * target.hidden_size):
-        problem = (
-            f"has {len(aux_layers)} layers, {width} channels of the target; {tensors.label(FC)} is for another number"
-        )
-        raise ParameterError("aux_layers", problem, _OWNER)
-    _check_target(tensors, settings, target, fields["aux_layers"])
-    ids = _ids(tensors, vocab_size, target.vocab_size) if spec.own_ends else None
-    config = HeadConfig(
-        hidden_size=tensors.arrays[FC].shape[0],
-        intermediate_size=tensors.matrix(f"{DOWN}.weight").shape[1],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        own_embedding=spec.own_ends and tensors.has(EMBED),
-        own_head=own_head,
-        mapped=ids is not None,
-        fc_bias=tensors.has("fc.bias"),
-        attention_bias=tensors.has(*(f"{part}.bias" for part in (Q, K, V))),
-        output_bias=tensors.has(f"{O}.bias"),
-        mlp_bias=tensors.has(*(f"{part}.bias" for part in (GATE, UP, DOWN))),
-        head_norms=all(tensors.has(f"{LAYER}self_attn.{part}_norm.weight") for part in "qk"),
-        **fields,
-    )
-    _check_tensors(tensors, config, target)
-    return tensors, config, ids
+    return {
+        "hidden_size": tensors.arrays[FC].shape[0],
+        "intermediate_size": tensors.matrix(f"{DOWN}.weight").shape[1],
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size,
+        "own_embedding": spec.own_ends and tensors.has(EMBED),
+        "own_head": own_head,
+        "fc_bias": tensors.has("fc.bias"),
+        "attention_bias": tensors.has(*(f"{part}.bias" for part in (Q, K, V))),
+        "output_bias": tensors.has(f"{O}.bias"),
+        "mlp_bias": tensors.has(*(f"{part}.bias" for part in (GATE, UP, DOWN))),
+        "head_norms": all(tensors.has(f"{LAYER}self_attn.{part}_norm.weight") for part in "qk"),
+        "layers": layers,
+    }
 
 
-def _published(settings: Settings, target: ModelConfig, spec: HeadSpec, given: _Given) -> HeadConfig:
-    """The description of a head without weights, with the tensors of published heads."""
+def _published_fields(settings: Settings, target: ModelConfig, spec: HeadSpec) -> dict[str, Any]:
+    """`_stored_fields` without weights, with the tensors of published heads."""
     (heads, kv_heads), width = read_heads(settings), settings.integer("hidden_size", target.hidden_size)
     vocab_size = settings.integer("draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
-    head_dim, masks = settings.integer("head_dim", width // heads), _is_p_eagle(settings)
-    layers = settings.count("num_hidden_layers", 1) if masks else 1
-    return HeadConfig(
-        hidden_size=width,
-        intermediate_size=settings.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        own_head=spec.own_ends and not copies(settings),
-        mapped=vocab_size != target.vocab_size,
-        fc_bias=bool(settings.optional("bias", spec.absent_bias)),
-        attention_bias=settings.boolean("attention_bias") or "attention_bias" in spec.biases,
-        mlp_bias=settings.boolean("mlp_bias"),
-        **_config_fields(settings, target, spec, head_dim, given, layers, masks),
-    )
+    return {
+        "hidden_size": width,
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": settings.integer("head_dim", width // heads),
+        "vocab_size": vocab_size,
+        "own_head": spec.own_ends and not copies(settings),
+        "mapped": vocab_size != target.vocab_size,
+        "fc_bias": bool(settings.optional("bias", spec.absent_bias)),
+        "attention_bias": settings.boolean("attention_bias") or "attention_bias" in spec.biases,
+        "mlp_bias": settings.boolean("mlp_bias"),
+        "layers": settings.count("num_hidden_layers", 1) if _is_p_eagle(settings) else 1,
+    }
 
 
 def _config_fields(
-    settings: Settings, target: ModelConfig, spec: HeadSpec, head_dim: int, given: _Given, layers: int, masks: bool
+    settings: Settings, target: ModelConfig, spec: HeadSpec, given: _Given, fields: Mapping[str, Any], masks: bool
 ) -> dict[str, Any]:
-    """The fields of `HeadConfig` that depend on config.json, the target, the options, the number of layers and whether
+    """The fields of `HeadConfig` that depend on config.json, the target and the options, besides ``fields``. ``masks``:
     the head drafts with masks alone."""
     aux_layers: tuple[int, ...] = ()
     if spec.reads_layers:
@@ -283,37 +274,19 @@ def _config_fields(
     if not spec.reads_layers and any(norms.values()):
         key = next(key for key, value in norms.items() if value)
         raise unsupported(key, True, f"false ({spec.algorithm} heads lack this norm, EAGLE3 heads may have it)")
-    positions = settings.integer("max_position_embeddings", 2048)
-    # An absent theta is 10000, independent of the target's.
-    rope = read_rope(settings, positions, head_dim=head_dim, partial=True)
-    longest = scaled_positions(rope, positions) if "max_position_embeddings" in settings else target.max_positions
+    layers = fields["layers"]
     return {
         "kind": spec.kind,
         "feature_size": (len(aux_layers) or 1) * target.hidden_size,
-        "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
-        "rope": rope,
-        "max_positions": longest if longest < target.max_positions else None,
         "aux_layers": aux_layers,
         **norms,
-        **layer_fields(settings),
+        **layer_fields(settings, target, fields["head_dim"], 2048),
         "input_scale": embedding_scale(settings, target) if architecture_of(settings) in DEEPSPEC else 1.0,
-        "windows": _windows(settings, layers),
-        "dtype": target.dtype,
-        "layers": layers,
+        # A file that states a window without `layer_types` is refused by `layer_config`.
+        "windows": typed_windows(settings, layers) if settings.get("layer_types") else (None,) * layers,
         "mask_token": _mask_token(settings, target, given) if masks else None,
         "slots": _trained_slots(settings) if masks else None,
     }
-
-
-def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer. A file that states one without ``layer_types`` is refused by `layer_config`."""
-    if not settings.get("layer_types"):
-        return (None,) * layers
-    sliding = layers_with_window(settings, layers)
-    if any(sliding) and not settings.boolean("use_sliding_window", True):
-        raise unsupported("layer_types", settings["layer_types"], f"{LAYER_TYPES[1]} with use_sliding_window false")
-    size = settings.integer("sliding_window") if any(sliding) else None
-    return tuple(size if each else None for each in sliding)
 
 
 def _is_p_eagle(settings: Settings) -> bool:
@@ -326,33 +299,29 @@ def _mask_token(settings: Settings, target: ModelConfig, given: _Given) -> int:
     """The token of P-EAGLE's masks: the option, else the first key that the file has. SpecForge's files have none."""
     stated = {"dflash_config.mask_token_id": settings.section("dflash_config").get("mask_token_id")}
     stated |= {key: _either(settings, key) for key in _MASK_TOKENS}
-    key, token = next(((key, token) for key, token in stated.items() if token is not None), ("", None))
-    needed = f"a token of the target, from 0 to {target.vocab_size - 1}"
-    if given.mask_token is not None:
-        if given.mask_token >= target.vocab_size:
-            raise ParameterError("mask_token", f"is {given.mask_token}; it must be {needed}", _OWNER)
-        return given.mask_token
-    if token is None:
-        keys = ", ".join(stated)
-        raise ParameterError(
-            "mask_token", f"is needed for a P-EAGLE head whose config.json has none of: {keys}", _OWNER
-        )
-    if type(token) is not int or not 0 <= token < target.vocab_size:
-        raise invalid(key, token, needed)
-    return token
+    if (token := given.mask_token) is not None:
+        if token >= target.vocab_size:
+            problem = f"is {token}; it must be a token of the target, from 0 to {target.vocab_size - 1}"
+            raise ParameterError("mask_token", problem, _OWNER)
+        return token
+    if (key := next((key for key, value in stated.items() if value is not None), None)) is None:
+        problem = f"is needed for a P-EAGLE head whose config.json has none of: {', '.join(stated)}"
+        raise ParameterError("mask_token", problem, _OWNER)
+    return Settings(stated).token(key, target.vocab_size)
 
 
 def _trained_slots(settings: Settings) -> int | None:
     """Tokens that a P-EAGLE head drafted in one forward of its training; None: not stated."""
-    if (depths := settings.get("num_depths")) is not None:
-        return Settings({"num_depths": depths}).integer("num_depths")
+    if settings.get("num_depths") is not None:
+        return settings.integer("num_depths")
     methods = settings.section("speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
     key = "speculative_tokens"
     return Settings(first).integer(key) if isinstance(first, dict) and first.get(key) is not None else None
 
 
-def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
+def _read(name: str, folder: Path) -> dict[str, np.ndarray]:
+    files = find_weights(name, folder, torch_too=True)
     if files[0].suffix == ".safetensors":
         return {name: entry.read(integers=True) for name, entry in read_headers(files).items()}
 
@@ -412,18 +381,20 @@ def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
         raise CheckpointError(f"this is {kind}, not {spec.algorithm} ({sizes})")
 
 
-def _check_target(tensors: HeadTensors, settings: Settings, target: ModelConfig, aux_layers: tuple[int, ...]) -> None:
-    width, vocab_size, hidden_size = tensors.arrays[FC].shape[0], target.vocab_size, target.hidden_size
+def _check_target(
+    tensors: HeadTensors, settings: Settings, target: ModelConfig, aux_layers: tuple[int, ...], given: _Given
+) -> None:
+    (width, inputs), vocab_size, hidden_size = tensors.arrays[FC].shape, target.vocab_size, target.hidden_size
+    if given.aux_layers is not None and inputs != (read := len(given.aux_layers) * hidden_size):
+        problem = f"has {len(given.aux_layers)} layers, {read} channels of the target"
+        raise ParameterError("aux_layers", f"{problem}; {tensors.label(FC)} is for another number", _OWNER)
     fc = (width, len(aux_layers) * hidden_size) if aux_layers else (hidden_size, 2 * hidden_size)
     if tensors.arrays[FC].shape != fc:
         layers = f", for the auxiliary layers {listed(aux_layers)}" if aux_layers else ""
         raise CheckpointError(f"{tensors.label(FC)} is for another target; {list(fc)} is needed{layers}")
-    for key, needed, source in (
-        ("hidden_size", width, f"{tensors.label(FC)} has {width} rows"),
-        ("vocab_size", vocab_size, f"the target's is {vocab_size}; a head drafts only for the model of its training"),
-    ):
-        if (size := settings.optional(key, needed)) != needed:
-            raise CheckpointError(f"config.json: {key} is {size!r:.80}, and {source}")
+    agree(settings, "hidden_size", width, f"{tensors.label(FC)} has {width} rows")
+    reason = f"the target's is {vocab_size}; a head drafts only for the model of its training"
+    agree(settings, "vocab_size", vocab_size, reason)
     for name in (EMBED, HEAD):
         if not aux_layers and tensors.has(name) and tensors.arrays[name].shape != (vocab_size, hidden_size):
             raise CheckpointError(f"{tensors.label(name)} is not of the target's size: {[vocab_size, hidden_size]}")
@@ -431,31 +402,27 @@ def _check_target(tensors: HeadTensors, settings: Settings, target: ModelConfig,
             raise CheckpointError(f"it has no {name}, and the target's is {hidden_size} wide, the draft head {width}")
 
 
-def _check_tensors(tensors: HeadTensors, config: HeadConfig, target: ModelConfig) -> None:
-    """Refuse missing, misshapen and unknown tensors, and parameters that are not floats, under the file's names."""
-    spec, arrays = head_spec(config.kind), tensors.arrays
+def _check_tensors(
+    tensors: HeadTensors, config: HeadConfig, target: ModelConfig, optional: Collection[str],
+    spec: HeadSpec | None = None,
+) -> None:  # fmt: skip
+    """Refuse missing, misshapen and unknown tensors, and parameters that are not floats, under the file's names. A
+    block head has no ``spec``."""
+    arrays, names = tensors.arrays, tensors.names
     rules = list(placements(head_table(config), head_sizes(config, target.vocab_size)))
-    optional = {tensors.names.get(name, name) for name in ((MASK, OFFSETS) if spec.own_ends else (EMBED,))}
-    names = {rule.tensor: tensors.names.get(rule.tensor, published_name(spec, rule.tensor)) for rule in rules}
-    shapes = {tensors.names[name]: array.shape for name, array in arrays.items()}
-    expected = [replace(rule, tensor=names[rule.tensor]) for rule in rules]
-    problems = misfits(shapes, expected, f"{spec.algorithm} heads", optional)
+    expected = [replace(rule, tensor=names.get(rule.tensor, published_name(spec, rule.tensor))) for rule in rules]
+    named, kind = {names[name]: array for name, array in arrays.items()}, spec.algorithm if spec else "block"
+    problems = misfits(named, expected, f"{kind} heads", {names.get(name, name) for name in optional})
     for key, prefix in _NORM_TENSORS.items():
-        if getattr(config, key) != any(name.startswith(prefix) for name in arrays):
+        if spec and getattr(config, key) != any(name.startswith(prefix) for name in arrays):
             problems += f" (a head has {prefix}* if and only if its config.json has {key} true)"
-    _refuse_misfits(tensors, rules, "draft", problems)
-
-
-def _refuse_misfits(tensors: HeadTensors, rules: Sequence[Placement], kind: str, problems: str) -> None:
-    """Raises CheckpointError for ``problems``, or for parameters that are not floats."""
-    arrays = tensors.arrays
     read = {rule.tensor for rule in rules} & arrays.keys()
     integers = [name for name in read if arrays[name].dtype not in DTYPES.values()]
     if integers:
         labels = listed(f"{tensors.label(name)} is of {arrays[name].dtype}" for name in integers)
         problems += f"; parameters that are no floats (quantised heads are not supported): {labels}"
     if problems:
-        raise CheckpointError(f"unsupported {kind} head; {problems.removeprefix('; ')}")
+        raise CheckpointError(f"unsupported {'draft' if spec else 'block'} head; {problems.removeprefix('; ')}")
 
 
 @dataclass(frozen=True)
@@ -500,9 +467,9 @@ def _layers(names: Iterable[str]) -> set[str]:
     return {match[0] for name in names if (match := re.match(rf"{LAYER}|(mtp_)?layers\.\d+\.", name))}
 
 
-def published_name(spec: HeadSpec, name: str) -> str:
+def published_name(spec: HeadSpec | None, name: str) -> str:
     """The published name of a common name, the inverse of ``common_names``."""
-    for common, published in spec.published:
+    for common, published in spec.published if spec else ():
         if name.startswith(common):
             return published + name.removeprefix(common)
     return name
@@ -520,13 +487,15 @@ def layer_config(config: Settings) -> Settings:
         settings["sliding_window"] = window
     for key, variant in _UNSUPPORTED.items():
         if (value := _either(settings, key)) is not None and value is not False:
-            raise CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
+            raise _refused(key, value, variant)
     for key in ("speculators_model_type", "architectures"):
         if "deepseek" in str(value := settings.get(key)).lower():
-            raise CheckpointError(
-                f"config.json: {key} is {value!r:.80}; such heads (latent attention) are not supported"
-            )
+            raise _refused(key, value, "latent attention")
     return settings
+
+
+def _refused(key: str, value: object, variant: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {key} is {value!r:.80}; such heads ({variant}) are not supported")
 
 
 def _either(settings: Settings, key: str) -> Any:
@@ -564,7 +533,7 @@ def aux_layer_ids(
         {"use_aux_hidden_state": (True, "true (an EAGLE-3 head reads several layers)")},
     )
     if given is not None:
-        if not _are_layers(given, num_layers):
+        if not are_layers(given, num_layers):
             problem = f"must be different layers from 0 to {num_layers - 1}, got {list(given)}"
             raise ParameterError("aux_layers", problem, _OWNER)
         return tuple(given)
@@ -572,14 +541,14 @@ def aux_layer_ids(
     name = "target_layer_ids" if is_deepspec else AUX_LAYERS_KEY
     places = {f"eagle_config.{name}": Settings(settings).section("eagle_config"), name: settings}
     written = {key: ids for key, place in places.items() if (ids := place.get(name)) not in (None, [])}
-    read: dict[str, tuple[int, ...]] = {}
+
+    def outputs(ids: Sequence[int]) -> bool:
+        return is_deepspec or (ids[0] == 1 and family != "gpt_oss")
+
+    read = read_layers(written, lambda key, ids: not outputs(ids))
     for key, ids in written.items():
-        if not isinstance(ids, list | tuple) or not all(type(value) is int for value in ids):
-            raise CheckpointError(f"config.json: {key} is {ids!r:.80}; a list of integers is needed")
-        outputs = is_deepspec or (ids[0] == 1 and family != "gpt_oss")
-        read[key] = tuple(value - (not outputs) for value in ids)
-        if not _are_layers(read[key], num_layers):
-            words = f"{list(ids)}, {'outputs' if outputs else 'boundaries'}: the outputs of layers {list(read[key])}"
+        if not are_layers(read[key], num_layers):
+            words = f"{list(ids)}, {'outputs' if outputs(ids) else 'boundaries'}: the outputs of layers {[*read[key]]}"
             raise _other_layers(f"{key} is {words}", num_layers)
     if len(set(read.values())) > 1:
         meanings = " and ".join(f"{key} {written[key]}, the outputs of layers {list(read[key])}" for key in read)
@@ -587,14 +556,10 @@ def aux_layer_ids(
     if read:
         return next(iter(read.values()))
     layers = heads_of.default_aux_layers(num_layers)
-    if not _are_layers(layers, num_layers):
+    if not are_layers(layers, num_layers):
         default = f"absent, and its default for a target of {num_layers} layers is {list(layers)}"
         raise _other_layers(f"{AUX_LAYERS_KEY} is {default}", num_layers)
     return layers
-
-
-def _are_layers(layers: Sequence[int], num_layers: int) -> bool:
-    return 0 < len(set(layers)) == len(layers) and all(0 <= layer < num_layers for layer in layers)
 
 
 def _other_layers(problem: str, num_layers: int) -> CheckpointError:
@@ -634,8 +599,8 @@ def load_mtp(
     declared, sizes = mtp_table(config), mtp_sizes(config)
     prefixes = [style.layer_prefix(i, target.num_layers) for i in range(config.count)]
     copies = {prefix + name: original for prefix in prefixes for name, original in style.copies.items()}
-    shapes = {name: tensors[name].shape for name in names}
-    if problems := misfits(shapes, placements(declared, sizes), f"{config.style} MTP layers", copies.keys()):
+    inside = {name: tensors[name] for name in names}
+    if problems := misfits(inside, placements(declared, sizes), f"{config.style} MTP layers", copies.keys()):
         raise CheckpointError(f"the MTP layers in {files.folder} do not fit their model; {problems}")
     for copy in names & copies.keys():
         original = copies[copy]

@@ -338,11 +338,10 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 def _write_weights(config: Settings, tensors: Mapping[str, StoredTensor], folder: Path, title: str | None) -> None:
     model, tensors = model_config(config, dtype="float32"), _one_by_one(tensors)
     rules = list(placements(table(model), dimensions(model)))
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     expected = [replace(rule, tensor=rule.gguf) for rule in rules]
     optional = {ROPE_FACTORS} | shared_tensors(model, "blk.{}.{}.weight", ("attn_k", "attn_v", "attn_k_norm"))
     kind = f"a {model.family.capitalize()} of {model.num_layers} layers"
-    if problems := misfits(shapes, expected, kind, optional=optional):
+    if problems := misfits(tensors, expected, kind, optional=optional):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
     stored: dict[str, Placement] = {}
     sizes: dict[str, int] = {}

@@ -106,10 +106,10 @@ def check_tensors(files: ModelFiles, config: ModelConfig) -> tuple[Table, Sizes,
     tensors = matrices(files)
     declared, sizes = table(config), declarations.dimensions(config)
     mtp = mtp_tensors(tensors.keys(), config)
-    shapes = {name: entry.shape for name, entry in tensors.items() if name not in mtp}
+    others = {name: entry for name, entry in tensors.items() if name not in mtp}
     optional = ({declarations.HEAD_TENSOR} if config.tied_embeddings else set()) | _zero_biases(tensors)
     optional |= shared_tensors(config, "model.layers.{}.self_attn.{}.weight", ("k_proj", "v_proj", "k_norm"))
-    if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
+    if problems := misfits(others, placements(declared, sizes), f"a {config.family} model", optional):
         advice = "Use the config.json that was saved with these weights"
         if any(name.endswith(_QUANTISED_NAMES) for name in tensors):
             advice = "They look quantised, and config.json has no quantization_config that says how"
@@ -134,11 +134,11 @@ def shared_tensors(config: ModelConfig, form: str, names: Iterable[str]) -> set[
     return {form.format(layer, name) for layer in shared for name in names}
 
 
-def misfits(
-    shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Placement], kind: str, optional: Set[str] = frozenset()
-) -> str:
-    """The differences between tensors of these shapes and the rules of a model of ``kind``; empty if there are none."""
+def misfits(tensors: Mapping[str, Any], rules: Iterable[Placement], kind: str, optional: Set[str] = frozenset()) -> str:
+    """The differences between the shapes of arrays or entries and the rules of a model of ``kind``; empty if there are
+    none."""
     expected = {rule.tensor: rule.shape for rule in rules}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     extra = {name for name in shapes.keys() - expected.keys() - optional if not _IGNORED.fullmatch(name)}
     wrong = {name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name]}
     problems = {

@@ -336,7 +336,10 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 2048}, "sliding_window is 2048"),
     ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": True}, ""),
     ({"layer_types": ["sliding_attention"], "sliding_window": 2048}, ""),
-    ({"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False}, "layer_types is ["),
+    (
+        {"layer_types": ["sliding_attention"], "sliding_window": 2048, "use_sliding_window": False},
+        "use_sliding_window is False; supported: true where",
+    ),
     ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048}, "layer_types is ["),
     ({"layer_types": ["sliding_attention"]}, "sliding_window is None; a positive integer is needed"),
     ({"layer_types": ["sliding_attention"], "sliding_window": "all"}, "sliding_window is 'all'; a positive integer"),
@@ -346,7 +349,7 @@ WINDOWS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"speculators_model_type": "peagle", "mask_token_id": 3}, "missing tensors: mask_hidden"),
     ({"architectures": ["PEagleDraftModel"], "mask_token_id": 3}, "missing tensors: mask_hidden"),
-    ({"parallel_drafting": True, "mask_token_id": 31}, "mask_token_id is 31; a token of the target, from 0 to 30"),
+    ({"parallel_drafting": True, "mask_token_id": 31}, "mask_token_id is 31; a token id from 0 to 30 is needed"),
     *(
         ({"architectures": [name]}, f"architectures is ['{name}']; such heads (latent attention) are not supported")
         for name in ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepSeekV3ForCausalLM")
