@@ -163,13 +163,11 @@ def _experts(entry: TensorEntry, names: Container[str]) -> Iterable[tuple[str, T
     if name not in projections or not is_stacked or 0 in entry.shape or entry.shape[0] > MAX_EXPERTS:
         return [(entry.name, entry)]
     count, rows, columns = entry.shape
-    parts = [(e, one) for e in range(count) for one in projections[name]]
-    shape, size = (rows * count // len(parts), columns), entry.size // len(parts)
-    named = (
-        replace(entry, name=f"{stem}.{e}.{one}.weight", shape=shape, start=entry.start + i * size)
-        for i, (e, one) in enumerate(parts)
-    )
-    return [(one.name, one) for one in named]
+    parts = projections[name]
+    each = [f"{stem}.{expert}.{part}.weight" for expert in range(count) for part in parts]
+    shape, size = (rows // len(parts), columns), entry.size // len(each)
+    starts = (entry.start + i * size for i in range(len(each)))
+    return [(name, replace(entry, name=name, shape=shape, start=at)) for name, at in zip(each, starts, strict=True)]
 
 
 def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:
