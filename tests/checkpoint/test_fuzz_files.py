@@ -150,7 +150,7 @@ def mutate_json(value: Any, rng: random.Random) -> str:
             case 5 if isinstance(parent[key], list):
                 parent[key] = parent[key] * rng.choice((0, 2, 50))
             case _:
-                parent[key] = rng.choice(ODD)
+                parent[key] = copy.deepcopy(rng.choice(ODD))
     return json.dumps(value)
 
 
@@ -372,6 +372,13 @@ def fuzz(name: str, count: int, folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_mutations_repeat():
+    """A mutation depends on its number only, or a failure could not be repeated."""
+    value = {"a": [1, {"b": 2.0}], "c": "x"}
+    first, again = ([mutate_json(value, random.Random(seed)) for seed in range(500)] for _ in range(2))
+    assert first == again
 
 
 @pytest.mark.parametrize("name", FORMATS)
