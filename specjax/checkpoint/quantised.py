@@ -81,7 +81,7 @@ class QuantisedEntry:
 
     def part(self, name: str) -> np.ndarray:
         if name not in self.parts:
-            raise CheckpointError(f"the quantised checkpoint has no tensor {self.stem}.{name}")
+            raise CheckpointError(f"{self.source} has no tensor {self.stem}.{name}")
         return self.parts[name].read(integers=True)
 
     def load(self) -> Quantised:
