@@ -10,15 +10,14 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
     survival    accepted nodes of a part in a step, a decayed mean
     tokens      of N: 1 + the survivals of the parts below N
 
-A part that was not drafted lately follows the part before it by their last measured ratio, which fades into that of a
-geometric sequence. So rising acceptance shows in the smallest trees. Where n-grams draft before a model
-(`specjax.drafters.hybrid`), its parts do not follow theirs. A request's own acceptance of the first part scales all
-parts. Seconds of N are the machine's speed, which the size in use shows, times a ratio: that of `specjax.costs`, then
-of trials.
+A part that was not drafted lately follows the part before it as a geometric sequence, so rising acceptance shows in
+the smallest trees. Where n-grams draft before a model (`specjax.drafters.hybrid`), its parts do not follow theirs. A
+request's own acceptance of the first part scales all parts. Seconds of N are the machine's speed, which the size in use
+shows, times a ratio: that of `specjax.costs`, then of trials.
 
-The size in use changes if another rate is higher by `SWITCH_GAIN`. Some steps are trials: at the start a few of each
-size that might be faster, then now and then one of the next larger size or of any other, whose expected losses are at
-most `TRIAL_SHARE` of the time. The choice names a size without a program that might be faster.
+The size in use changes if another rate is higher by `SWITCH_GAIN`. Now and then a step is a trial of the size that ran
+longest ago; their expected losses are at most `TRIAL_SHARE` of the time. The choice names a size without a program that
+might be faster.
 
 With `costly_observe` a request drafts in all its steps or in none, as `admit` chooses. Plain Python, independent of
 the device. All but `launched` and `record` only read.
@@ -27,7 +26,6 @@ the device. All but `launched` and `record` only read.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as List
@@ -40,14 +38,12 @@ SWITCH_GAIN = 0.02  # minimum relative gain in rate for a change of N, which tak
 COMPILE_GAIN = 0.05  # the same for compiling a program
 TRIAL_SHARE = 0.005  # share of the time that trials may lose
 TRIAL_PAUSE = 8  # minimum number of steps between two trials
-SMALLER_PAUSE = 64  # minimum number of steps between trials of a smaller size, which only shows its duration
-FIRST_TRIALS = 6  # steps that measure a size at once if it might be faster; the first run of a program does not count
-MIN_TRIAL_RATE = 0.6  # of such a size, relative to the highest estimated rate
-MAX_SAVINGS = 4.0  # steps that trials may lose one after another
+HEAD_START = 100  # steps that a size counts as waiting for a trial at first
 DECAY = 0.95  # weight of a step's time after the next step
 ACCEPTANCE_DECAY = 0.995  # weight of a step's acceptance after the next step
 OWN_DECAY = 0.98  # the same in a request's own acceptance
 ESTIMATE_WEIGHT = 2.0  # trials that an estimated ratio counts for
+KNOWN_WEIGHT = 6.0  # trials, the estimate included, after which steps of the size in use show the machine's speed
 MAX_STEP_RATIO = 1.3  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
@@ -94,56 +90,41 @@ class Acceptance:
         self._modelled = [start >= lookup for start, _ in self._parts]
         self._firsts = [self._modelled.index(modelled) for modelled in self._modelled]  # first part of the same source
         self._means = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]
-        self._ratios = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]  # of each part to the part before it
         self._update()
 
-    def counts(self, ranks: Iterable[int]) -> list[int]:
-        """Number of these ranks in each part."""
-        counts = [0] * len(self._parts)
-        for rank in ranks:
-            counts[bisect_right(self._sizes, rank) - 1] += 1
-        return counts
-
-    def add(self, nodes: int, drafted: List[tuple[Own, Iterable[int]]]) -> None:
+    def add(self, nodes: int, drafted: List[tuple[Own, Collection[int]]]) -> None:
         """Adds the accepted ranks of requests in a step of this many nodes. Parts that were not drafted fade."""
-        counts = [self.counts(ranks) for _, ranks in drafted]
-        for i in {first for first in self._firsts if self._sizes[first] < nodes}:
-            for (own, _), count in zip(drafted, counts, strict=True):
-                own[self._modelled[i]].add(float(count[i]))
-        before = 0.0
-        for size, part, ratio, *count in zip(self._sizes, self._means, self._ratios, *counts, strict=False):
-            weight, mean = float(len(counts) if size < nodes else 0), sum(count) / len(counts)
-            part.add(mean, weight)
-            ratio.add(mean / before if before else 0.0, weight * before)
-            before = mean
+        for i, (start, end) in enumerate(self._parts):
+            counts = [sum(start <= rank < end for rank in ranks) for _, ranks in drafted]
+            self._means[i].add(sum(counts) / len(counts), float(len(counts) if start < nodes else 0))
+            if i == self._firsts[i] and start < nodes:
+                for (own, _), count in zip(drafted, counts, strict=True):
+                    own[self._modelled[i]].add(float(count))
         self._update()
 
     def _update(self) -> None:
         self.survivals = list[float]()  # accepted nodes of each part
-        self.drafts = {1: (0.0, 0.0)}  # of n-grams and of a model, by N
         for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
             start, end = self._parts[first]
             chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else self._guesses[modelled]
             # Of a geometric sequence: this part, after the part before it if that has the same source.
-            *before, expected = [
+            *before, guess = [
                 sum(chance ** (rank - start + 1) for rank in range(*part))
                 for part in self._parts[max(i - 1, first) : i + 1]
             ]
             if before:
-                expected = self.survivals[-1] * self._ratios[i].towards(expected / before[0], GUESS_STEPS)
-            self.survivals.append(self._means[i].towards(expected, GUESS_STEPS))
-            found, read = self.drafts[self._sizes[i]]
-            more = self.survivals[-1]
-            self.drafts[self._sizes[i + 1]] = (found, read + more) if modelled else (found + more, read)
+                guess *= self.survivals[-1] / before[0]
+            self.survivals.append(self._means[i].towards(guess, GUESS_STEPS))
 
     def expected(self, requests: int, own: List[Own]) -> dict[int, float]:
         """Tokens of a step by N, for requests of which those of `own` draft."""
-        scales = [0.0, 0.0]
-        for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
-            if i == first:
-                mean = self.survivals[i]
-                scales[modelled] = sum(each[modelled].towards(mean, OWN_STEPS) for each in own) / max(mean, 1e-6)
-        return {n: requests + scales[0] * found + scales[1] * read for n, (found, read) in self.drafts.items()}
+        tokens, scale = {1: float(requests)}, 0.0
+        for i, (n, end) in enumerate(self._parts):
+            mean, modelled = self.survivals[i], self._modelled[i]
+            if i == self._firsts[i]:
+                scale = sum(each[modelled].towards(mean, OWN_STEPS) for each in own) / max(mean, 1e-6)
+            tokens[end] = tokens[n] + scale * mean
+        return tokens
 
 
 @dataclass
@@ -153,17 +134,17 @@ class Bucket:
     speed: Mean = field(default_factory=partial(Mean, DECAY))  # seconds of a step whose ratio is 1
     ratios: dict[int, Mean] = field(default_factory=dict)  # of the seconds of a step, by N that has run
     steps: Counter[int] = field(default_factory=Counter)  # number of steps, by N
-    timed: Counter[int] = field(default_factory=Counter)  # number of steps with a known duration
     latest: dict[int, int] = field(default_factory=dict)  # N -> the last step that it ran
     using: int | None = None  # the choice in use
-    savings: float = 0.0  # seconds that the next trial may lose
     since: int = 0  # steps since the last trial
-    trials: int = 0
+
+    def measured(self, nodes: int) -> bool:
+        return nodes in self.ratios and self.ratios[nodes].weight > ESTIMATE_WEIGHT
 
 
 class Choice(NamedTuple):
     nodes: int  # N of the next step
-    trial: float | None = None  # seconds that it is expected to lose, if it measures another size than that in use
+    trial: bool = False  # whether it measures another size than that in use
     better: int | None = None  # an N without a program that might be faster
 
 
@@ -191,28 +172,20 @@ class DraftPolicy:
         programs that can run; `own`: acceptance of each of them that drafts."""
         seconds, bucket = self.seconds(batch), self._buckets[batch]
         expected = self.acceptance.expected(requests, own)
-        tokens = {n: expected[n] for n in seconds}
-        rates = {n: tokens[n] / seconds[n] for n in tokens}
-        ready = {n: rate for n, rate in rates.items() if n in compiled}
-        best = max(ready, key=ready.__getitem__)
-        using = best if bucket.using not in ready else bucket.using
-        if ready[best] > (1 + SWITCH_GAIN) * ready[using]:
-            using = best
-        losses = {n: steps * seconds[n] * max(1 - ready[n] / ready[using], 0.0) for n in ready if n != using}
-        hopes = {n: tokens[n] / self._cost(batch, n) for n in ready}
-        least_rate = MIN_TRIAL_RATE * max(hopes.values())
-        unknown = [n for n in losses if bucket.timed[n] < FIRST_TRIALS and hopes[n] >= least_rate]
-        age = {n: bucket.steps.total() - bucket.latest.get(n, 0) for n in losses}
-        due = [n for n in losses if losses[n] <= bucket.savings and (n > using or age[n] >= SMALLER_PAUSE)]
-        due = due if bucket.since >= TRIAL_PAUSE * steps else []
-        larger = [n for n in due if n > using][: bucket.trials % 2]  # every other time the next larger size
-        first = unknown if steps == 1 and bucket.since > 1 else []  # between steps that show the machine's speed
-        tried = max(first or larger or due, key=age.__getitem__, default=using)
-        if tried != using and bucket.timed[using] >= FIRST_TRIALS:
-            return Choice(tried, trial=losses[tried])
+        rates = {n: expected[n] / seconds[n] for n in seconds}
+        ready = [n for n in rates if n in compiled]
+        using = best = max(ready, key=rates.__getitem__)
+        if bucket.using in ready and rates[best] <= (1 + SWITCH_GAIN) * rates[bucket.using]:
+            using = bucket.using
+        # Each other size may lose its part of the share in the time since it last ran.
+        ages = {n: bucket.steps.total() - bucket.latest.get(n, -HEAD_START) for n in ready if n != using}
+        allowed = {n: age * TRIAL_SHARE * seconds[using] / len(ages) for n, age in ages.items()}
+        due = [n for n in ages if steps * seconds[n] * (1 - rates[n] / rates[using]) <= allowed[n]]
+        if due and bucket.since >= TRIAL_PAUSE * steps:
+            return Choice(max(due, key=ages.__getitem__), trial=True)
         # A size without a program may cost half of what is expected beyond the next smaller one with a program.
-        least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready.keys()}
-        faster = {n: tokens[n] / ((least[n] + seconds[n]) / 2) for n in least}
+        least = {n: max((seconds[m] for m in ready if m < n), default=seconds[n]) for n in rates.keys() - ready}
+        faster = {n: expected[n] / ((least[n] + seconds[n]) / 2) for n in least}
         better = max(faster, key=faster.__getitem__, default=None)
         if better is not None and faster[better] <= (1 + COMPILE_GAIN) * rates[using]:
             better = None
@@ -234,7 +207,7 @@ class DraftPolicy:
         bucket, expected = self._buckets[batch], dict[int, float]()
         speed, ratio, factor = bucket.speed.value if bucket.speed.weight else 1.0, 0.0, 1.0
         for n in self._sizes[batch]:
-            if n in bucket.ratios and bucket.ratios[n].weight > ESTIMATE_WEIGHT:
+            if bucket.measured(n):
                 ratio = bucket.ratios[n].value
                 factor = ratio / self._cost(batch, n)
             else:  # as wrong as the estimate of the next smaller size, and not below what that takes
@@ -242,7 +215,7 @@ class DraftPolicy:
             expected[n] = speed * ratio
         return expected
 
-    def launched(self, batch: int, nodes: int, *, trial: float | None) -> None:
+    def launched(self, batch: int, nodes: int, *, trial: bool) -> None:
         """Notes a choice that is carried out."""
         bucket = self._buckets[batch]
         bucket.steps[nodes] += 1
@@ -251,14 +224,14 @@ class DraftPolicy:
             self._use(bucket, nodes, trial)
 
     @staticmethod
-    def _use(bucket: Bucket, nodes: int, trial: float | None) -> None:
-        if trial is None:
-            bucket.using = nodes
+    def _use(bucket: Bucket, nodes: int, trial: bool) -> None:
+        if trial:
+            bucket.since = 0
         else:
-            bucket.since, bucket.trials, bucket.savings = 0, bucket.trials + 1, max(bucket.savings - trial, 0.0)
+            bucket.using = nodes
 
     def record(
-        self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Own, Iterable[int]]]
+        self, batch: int, nodes: int, seconds: float | None, drafted: Iterable[tuple[Own, Collection[int]]]
     ) -> None:
         """Records a step of N nodes. `seconds`: None if unknown, or something compiled beside it; `drafted`: own
         acceptance and accepted ranks of each request that it drafted for and whose text no limit or stop token cut."""
@@ -270,26 +243,24 @@ class DraftPolicy:
         elif seconds is not None:
             ratio, speed = bucket.ratios[nodes], bucket.speed
             seconds = min(seconds, MAX_STEP_RATIO * ratio.value * (speed.value if speed.weight else math.inf))
-            known = bucket.timed[nodes] >= FIRST_TRIALS or len(bucket.ratios) == 1
-            if not speed.weight or (nodes == bucket.using and known):
+            known = nodes == bucket.using and ratio.weight > KNOWN_WEIGHT
+            if known or not speed.weight:
                 speed.add(seconds / ratio.value)
-            else:
+            if not known:
                 ratio.add(seconds / speed.value)
-            bucket.timed[nodes] += 1
-            bucket.savings = min(bucket.savings + TRIAL_SHARE * seconds, MAX_SAVINGS * seconds)
         if drafted := list(drafted):
             self.acceptance.add(nodes, drafted)
 
     def table(self) -> list[dict[str, Any]]:
         """What is known of each size of the buckets that have run: seconds of a step (None: nothing is measured in this
         bucket), expected tokens of a request, and steps."""
-        rows = list[dict[str, Any]]()
+        rows, tokens = list[dict[str, Any]](), self.acceptance.expected(1, [NO_ACCEPTANCE])
         for batch, bucket in sorted(self._buckets.items()):
             for n, seconds in self.seconds(batch).items() if bucket.steps else ():
                 row = {"batch": batch, "nodes": n, "seconds": seconds if bucket.speed.weight else None}
-                row["measured"] = n in bucket.ratios and bucket.timed[n] > 0
+                row["measured"] = bucket.measured(n)
                 row |= {
-                    "tokens": 1 + sum(self.acceptance.drafts[n]),
+                    "tokens": tokens[n],
                     "steps": bucket.steps[n],
                     "using": n == bucket.using,
                 }

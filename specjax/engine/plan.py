@@ -342,7 +342,7 @@ class Batch(NamedTuple):
     lengths: tuple[int, ...] = ()  # for a prefill: tokens of each prompt
     drafted: frozenset[str] = frozenset()  # for a step: requests that it may draft for
     forced: Mapping[str, tuple[int, ...]] = {}  # tokens forced by a grammar, which replace drafts
-    trial: float | None = None  # for a step: see `Choice`
+    trial: bool = False  # for a step: see `Choice`
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ def _step(requests: list[Running], ready: Ready, buckets: Buckets, drafting: Dra
     runs, part = bool(usable) or key in ready.failed, requests[: key.width]
     forced = _forced(part, buckets.depths.get(key.nodes, 0)) if kind == "constrained" else {}
     return Batch(
-        key, tuple(request.id for request in part), runs, wanted, forced=forced, trial=trial if whole else None,
+        key, tuple(request.id for request in part), runs, wanted, forced=forced, trial=trial and whole,
         drafted=frozenset(r.id for r in part if key.nodes > 1 and (r.drafts or r.id in forced)),
     )  # fmt: skip
 

@@ -22,7 +22,6 @@ from specjax.drafters.hybrid import with_ngrams
 from specjax.engine import Engine, SamplingParams, runtime
 from specjax.engine.draft_policy import (
     COMPILE_GAIN,
-    FIRST_TRIALS,
     MAX_STEP_RATIO,
     SWITCH_GAIN,
     TRIAL_PAUSE,
@@ -165,7 +164,7 @@ def test_rising_acceptance_shows_in_small_trees():
         assert acceptance.survivals == pytest.approx(expected, abs=0.1)
     for _ in range(400):
         acceptance.add(4, [(request(), [1, 2])])
-    assert acceptance.survivals == pytest.approx([1, 1, 0], abs=0.05)
+    assert acceptance.survivals == pytest.approx([1, 1, 0], abs=0.1)
 
 
 @pytest.mark.parametrize(("requests", "forced", "expected"), [(1, 1, True), (4, 1, False), (4, 3, False), (4, 9, True)])
@@ -182,7 +181,7 @@ def test_seconds_between_measured_sizes():
     for _ in range(3):
         policy.record(1, 2, 0.2, [])
     assert policy.seconds(1) == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4})
-    policy.launched(1, 2, trial=None)
+    policy.launched(1, 2, trial=False)
     for _ in range(200):
         policy.record(1, 3, 0.6, [])
     assert policy.seconds(1)[3] == pytest.approx(0.6, rel=0.01) and policy.seconds(1)[4] == pytest.approx(0.8, rel=0.01)
@@ -192,7 +191,7 @@ def test_sizes_follow_the_speed_of_the_machine():
     """While one size runs, the others keep their ratio to it."""
     policy = policy_of({1: 1.0, 2: 2.0})
     for n, seconds in ((1, 0.1), (2, 0.15)):
-        policy.launched(1, n, trial=None)
+        policy.launched(1, n, trial=False)
         for _ in range(60):
             policy.record(1, n, seconds, [])
     for _ in range(200):
@@ -204,28 +203,28 @@ def test_small_gains_change_nothing():
     """The size in use stays where another is hardly better; a faster one without a program is named."""
     policy = policy_of({1: 1.0, 2: 1.5 / (1 + SWITCH_GAIN / 2), 3: 9.0, 4: 9.0})
     for n in (1, 2):
-        policy.launched(1, n, trial=None)
-        assert policy.choose(1, SIZES, 1, [request()]) == (n, None, None)
+        policy.launched(1, n, trial=False)
+        assert policy.choose(1, SIZES, 1, [request()]) == (n, False, None)
     faster = policy_of({1: 1.0, 2: 1.5 / (1 + 2 * SWITCH_GAIN)})
-    faster.launched(1, 1, trial=None)
-    assert faster.choose(1, (1, 2), 1, [request()]) == (2, None, None)
+    faster.launched(1, 1, trial=False)
+    assert faster.choose(1, (1, 2), 1, [request()]) == (2, False, None)
 
 
 @pytest.mark.parametrize(("guess", "better"), [(0.5, 2), (0.9 * COMPILE_GAIN, None)])
 def test_sizes_that_may_be_faster_are_compiled(guess, better):
     """Also if the cost model overestimates what they cost by a factor of two."""
     policy = policy_of({1: 1.0, 2: 1.8}, guess=guess)
-    assert policy.choose(1, (1,), 1, [request()]) == (1, None, better)
+    assert policy.choose(1, (1,), 1, [request()]) == (1, False, better)
 
 
 def test_choosing_changes_nothing():
     """Only what was launched and recorded does, so that a plan may be made twice."""
     policy = policy_of(CPU)
     for n in (1,) * 10 + (2,) * 100:
-        policy.launched(1, n, trial=None)
+        policy.launched(1, n, trial=False)
         policy.record(1, n, CPU[n], [(request(), [1])] if n > 1 else [])
     first = policy.choose(1, (1, 2), 1, [request()])
-    assert first.trial is not None and [policy.choose(1, (1, 2), 1, [request()]) for _ in range(5)] == [first] * 5
+    assert first.trial and [policy.choose(1, (1, 2), 1, [request()]) for _ in range(5)] == [first] * 5
 
 
 def test_acceptance_of_each_request():
@@ -233,11 +232,11 @@ def test_acceptance_of_each_request():
     good, bad, new = request(), request(), request()
     for _ in range(100):
         for own, ranks in ((good, [1]), (bad, [])):
-            policy.launched(1, 2, trial=None)
+            policy.launched(1, 2, trial=False)
             policy.record(1, 2, 1.5, [(own, ranks)])
     tokens = [policy.acceptance.expected(1, [own])[2] for own in (bad, new, good)]
     assert tokens == pytest.approx([1.15, 1.5, 1.85], abs=0.1)
-    for _ in range(FIRST_TRIALS + 1):
+    for _ in range(2):
         policy.record(1, 1, 1.0, [])
     chosen(policy, 1, [bad], sizes=(1, 2))  # a trial is due
     assert chosen(policy, 1, [bad], sizes=(1, 2)) == 1 and chosen(policy, 1, [good], sizes=(1, 2)) == 2
@@ -247,7 +246,7 @@ def test_acceptance_of_each_request():
 def test_table_tells_why_a_size_was_chosen():
     policy = policy_of({1: 1.0, 2: 2.0})
     for _ in range(200):
-        policy.launched(1, 2, trial=None)
+        policy.launched(1, 2, trial=False)
         policy.record(1, 2, 0.3, [(request(), [1])])
     for drafted in ([], [(request(), [])]):  # beside a compilation, whose time does not count
         policy.record(1, 1 + len(drafted), None, drafted)
