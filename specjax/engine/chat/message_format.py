@@ -184,11 +184,9 @@ def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parse
 def effort_variables(effort: str | None) -> dict[str, Any]:
     """Variables of the chat template for an effort of reasoning. `none` also closes thoughts that are open by default,
     as Qwen3.5's."""
-    return (
-        {}
-        if effort is None
-        else {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-    )
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def _efforts(tokenizer: Any, source: str, harmony: bool) -> tuple[str, ...] | None:
