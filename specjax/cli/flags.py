@@ -114,8 +114,8 @@ class EngineSettings:
     disable_overlap_schedule: bool = setting(False, "read the result of each step before the next step is dispatched")
     sampling_defaults: str = setting(
         "model",
-        "defaults of sampling parameters: model = the temperature, top_p, top_k, min_p and "
-        "repetition_penalty of the model's generation_config.json; openai = temperature 1, as in OpenAI's API",
+        "defaults of sampling parameters: model = those of the model's generation_config.json; openai = temperature 1, "
+        "as in OpenAI's API",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
     random_seed: int | None = _engine("random_seed")
