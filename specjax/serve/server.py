@@ -18,7 +18,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator
 
@@ -38,9 +37,6 @@ if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else started by `no
 
 SEND_BUFFER = 256 * 2**10  # bytes of a connection in the kernel; its own limit of 4 MB hides how much a client reads
 TRIM_PAUSE = 30  # seconds between two calls of `trim_heap`
-SWITCH_SECONDS = 0.0005
-"""Switch interval of threads. A step takes the interpreter's lock many times. With Python's 5 ms, some steps took 0.3 s
-while the background thread traced a program."""
 LAST_ANSWERS = 1.0  # seconds for the errors of ended requests, before connections are cut
 
 
@@ -132,7 +128,6 @@ class Server:
 
     def run(self) -> BaseException | None:
         """Blocks until the end. Returns the error of an engine that failed."""
-        sys.setswitchinterval(SWITCH_SECONDS)
         asyncio.run(self._serve())
         return self._runner.failure
 

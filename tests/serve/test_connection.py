@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
 import time
 
 import pytest
@@ -13,11 +12,8 @@ from body_helpers import CHAT, COMPLETE, HELLO
 from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import SECONDS, Running, received, request, running, wait_until
 
-from specjax.cli.flags import ServerSettings
 from specjax.serve import connection
 from specjax.serve.connection import MAX_HEADER, MAX_LINES
-from specjax.serve.runner import Runner
-from specjax.serve.server import Server, listen
 
 POST = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -213,20 +209,3 @@ def test_steady_reader_is_not_cut_off(server, monkeypatch, caplog):
             time.sleep(0.1)
         assert "read less than" not in caplog.text
         assert any(each.flow.write_paused for each in server.server._uvicorn.server_state.connections)
-
-
-def test_steps_wait_little_for_other_threads(monkeypatch):
-    """A step takes the interpreter's lock up to a hundred times, and a thread that traces a program holds it."""
-
-    async def serve() -> None:
-        return
-
-    interval = sys.getswitchinterval()
-    try:
-        with listen("127.0.0.1", 0) as sock:
-            server = Server(lambda *_: None, Runner(lambda: None, ServerSettings()), sock, ServerSettings())
-            monkeypatch.setattr(server, "_serve", serve)
-            server.run()
-        assert sys.getswitchinterval() <= 0.001
-    finally:
-        sys.setswitchinterval(interval)
