@@ -83,10 +83,8 @@ def model_config(
             config, max_positions, head_dim=fields.get("head_dim", head_dim), context_length=context_length,
             partial=reader.partial_rope,
         )  # fmt: skip
-    weights_dtype, positions = (
-        _dtype(config, dtype, platform, before_ampere),
-        scaled_positions(fields["rope"], max_positions),
-    )
+    weights_dtype = _dtype(config, dtype, platform, before_ampere)
+    positions = scaled_positions(fields["rope"], max_positions)
     if weights_dtype == "float16" and not reader.float16:
         if dtype == "float16":
             problem = f"float16 is too small for the activations of {architecture}; use auto, bfloat16 or float32"
