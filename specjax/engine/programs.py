@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -50,6 +51,9 @@ from specjax.verify import Verifier, verify_tree
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.01  # between two looks for the end of a pause
+TURN_SECONDS = 0.0005
+"""Switch interval of threads while the background thread compiles. A step takes the interpreter's lock many times; with
+Python's 5 ms each time, steps took up to 0.3 s beside a thread that traces."""
 
 
 class Failure(NamedTuple):
@@ -305,7 +309,7 @@ class Programs:
         if (key := self._claim()) is None:
             return
         shown = self.progress and key in self._wanted and not self._warming
-        with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar:
+        with progress_bar(f"Compiling {key.kind} {key.width}", 1, "program", shown=shown) as bar, _short_turns():
             self._fulfil(key, logs=True)
             bar.update()
         self._pause(self._seconds[key])
@@ -447,6 +451,18 @@ class Programs:
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
         return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Lets other threads have the interpreter's lock after `TURN_SECONDS`."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(TURN_SECONDS, before))
+    try:
+        yield
+    finally:
+        if before > TURN_SECONDS:  # else another engine has set it
+            sys.setswitchinterval(before)
 
 
 def _is_memory(error: BaseException) -> bool:

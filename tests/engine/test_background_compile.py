@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 from engine_helpers import DRAFTS, END, hold, make_engine, toy
 from grammar_helpers import SCHEMA
 from server_helpers import SECONDS, running, wait_until
@@ -19,6 +20,7 @@ from server_helpers import SECONDS, running, wait_until
 from specjax.cli.flags import ServerSettings
 from specjax.engine.engine import IDLE_SECONDS
 from specjax.engine.plan import Key
+from specjax.engine.programs import TURN_SECONDS
 from specjax.serve.runner import Runner
 
 WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -65,6 +67,29 @@ def test_requests_run_while_a_grammar_program_compiles(monkeypatch):
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     assert not engine.unfinished
+
+
+def test_steps_wait_little_for_the_thread_that_traces(monkeypatch):
+    """A step takes the interpreter's lock many times. Two engines may compile at once, and end in either order."""
+    usual = sys.getswitchinterval()
+    engines = [make_engine(toy(), "NONE", eos=(END,)) for _ in range(2)]
+    held = [(engine, *hold(engine, monkeypatch, of_grammars)) for engine in engines]
+    try:
+        for order in (held, held[::-1]):
+            for engine, waiting, release in held:
+                waiting.clear()
+                release.clear()
+                compiled = engine.programs.compiled()
+                engine.programs.want([next(key for key in grammar_steps(engine) if key not in compiled)])
+                assert waiting.wait(SECONDS)
+                assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS, rel=0.01)
+            for engine, _, release in order:
+                release.set()
+                wait_until(lambda programs=engine.programs: not programs.pending)
+            wait_until(lambda: sys.getswitchinterval() == usual)
+    finally:
+        for _, _, release in held:
+            release.set()
 
 
 def test_stop_waits_for_the_compiler(monkeypatch):
