@@ -28,7 +28,7 @@ two machines. With AVX-512 products of 1, 2, 3, 4 and 8 tokens took 3.1, 3.3, 3.
 step 0.45 ms (2026-11-28); with AVX2 7.2, 9.2, 9.7, 11.3 and 20.4 ms, and 4 ms (2026-11-30). 16 is from
 benchmarks/results/before-after-2026-11-25-few-rows.json, 64 is extrapolated."""
 CPU_LEVEL = 0.5  # duration of reading a byte of the draft relative to a byte of the target
-PROPOSED = 0.3  # share of steps in which a drafter without a model proposes a draft for a request
+PROPOSED = 0.3  # share of steps in which n-grams before a model have a draft
 
 KERNEL = 2.1e-6  # seconds of a small kernel in a CUDA graph, assumed: 1.6 to 2.6 us
 LAYER_KERNELS, STEP_KERNELS, LEVEL_KERNELS = 14, 23, 30
@@ -47,13 +47,13 @@ def estimated_ratio(
         drafted, plain = estimated_seconds(batch, target, speculation, params, device)
         return drafted / plain
     tokens, durations = list(CPU_STEP), list(CPU_STEP.values())
-    width, lookup = speculation.drafter.width, speculation.modelless
-    nodes = [batch, batch * lookup, batch * (width - lookup + 1)]
-    plain, found, drafted = np.interp(nodes, tokens, durations).tolist()
-    share = 1 - (1 - PROPOSED) ** batch if lookup > 1 else 0.0  # of steps with a draft without the model
+    nodes = [batch, batch * speculation.drafter.width]
+    plain, drafted = np.interp(nodes, tokens, durations).tolist()
+    if not speculation.models(batch):
+        return drafted / plain
     forwards, read, _ = _draft_forwards(speculation, params)
-    reading = CPU_LEVEL * forwards * read / _size(params.target)[0] if forwards else 0.0
-    return share * found / plain + (1 - share) * (drafted / plain + reading)
+    share = 1.0 if speculation.lookup == 1 else 1 - PROPOSED  # of steps in which the model drafts
+    return drafted / plain + share * CPU_LEVEL * forwards * read / _size(params.target)[0]
 
 
 def estimated_seconds(
@@ -79,7 +79,7 @@ def _draft_forwards(speculation: Speculation, params: Params) -> tuple[int, int,
     read = _size(params.draft)[0]
     if speculation.passes is None:
         drafter = speculation.drafter
-        return min(drafter.depth, drafter.width - speculation.modelless), read, LEVEL_KERNELS
+        return min(drafter.depth, drafter.width - 1), read, LEVEL_KERNELS
     # Drafts in one forward have several layers. A head may use the target's output layer; a draft model has its own.
     own = getattr(params.draft, "model", params.draft)
     if own is params.draft and "head" not in own:

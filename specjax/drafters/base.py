@@ -250,7 +250,8 @@ class Speculation(NamedTuple):
         largest: largest number that `resize` takes. None: the drafter's width.
         costly_observe: whether `observe` runs a model, as for a draft model. A request then drafts in all of its steps
             or in none, and steps in which no request drafts skip `observe`.
-        lookup: nodes N of trees that need no model, root included; larger trees have nodes of the model. 1: all do.
+        lookup: nodes of trees that need no model, root included: of an algorithm without one, or of n-grams before a
+            model, which then drafts for single requests only. 1: all trees need it.
         passes: forwards of the draft that a proposal runs, for estimates of its time. None: one for each level.
         coupling: "noise" if drafts of sampled requests use the target's noise, else "none".
         note: description of the tree for the log.
@@ -276,10 +277,9 @@ class Speculation(NamedTuple):
         """True if drafts need a model: `observe` reads features or runs a model itself."""
         return self.drafter.features is not None or self.costly_observe
 
-    @property
-    def modelless(self) -> int:
-        """Number of nodes of its trees that need no model: `lookup`, or all without a model."""
-        return min(self.lookup, self.largest_size) if self.runs_model else self.drafter.width
+    def models(self, batch: int) -> bool:
+        """True if a model drafts in steps of this batch bucket."""
+        return self.runs_model and (self.lookup == 1 or batch == 1)
 
     @property
     def largest_size(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias, cast
 
 import jax
@@ -18,7 +18,7 @@ from specjax.drafters.base import Drafter, Speculation
 from specjax.drafters.block import Block
 from specjax.drafters.eagle import Eagle, Eagle3
 from specjax.drafters.mtp import Mtp
-from specjax.drafters.ngram import Ngram
+from specjax.drafters.ngram import MATCH_BEFORE_HEAD, Ngram
 from specjax.drafters.options import DraftOptions, Loaded, NoDraft, TreeShape
 from specjax.drafters.standalone import Standalone
 from specjax.limits import ParameterError, shown
@@ -73,7 +73,10 @@ class Auto(DraftOptions):
 
     def ngrams(self) -> Ngram | None:
         """The n-grams that draft before a head on a CPU; None: the head's tree is given, which has no others."""
-        return None if {"steps", "topk", "nodes"} & self.given.keys() else Ngram(**self._given_of(Ngram))
+        if {"steps", "topk", "nodes"} & self.given.keys():
+            return None
+        ngrams = Ngram(**self._given_of(Ngram))
+        return replace(ngrams, min_match=max(ngrams.min_match, min(MATCH_BEFORE_HEAD, ngrams.max_match)))
 
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
         chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])

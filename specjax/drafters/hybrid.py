@@ -3,10 +3,8 @@
     ... the cat sat|    has occurred, and "on the mat" followed     n-grams: on the mat
     ... a dog ran|      nothing matches                             the head: away
 
-On a CPU the passes of a head cost more than the nodes that they draft, and the text of a match costs nothing. N says
-what a step may use: up to the N of n-grams these alone, beyond it the first nodes of the head's chain, too. So the
-parts of `specjax.engine.draft_policy` are the n-grams and then the levels of the head, and it chooses what pays. A tree
-has nodes of one of the two, so its arrays are those of the wider one.
+On a CPU the passes of a head cost time, and the text of a match costs nothing. A tree has nodes of one of the two, and
+at most N, so that its first nodes are the tree of a smaller N (`specjax.engine.draft_policy`).
 
 Arctic Inference combines a model with lookup in a similar way (SuffixDecoding, arXiv 2411.04975).
 """
@@ -30,51 +28,40 @@ class HybridState(NamedTuple):
 
 
 def with_ngrams(model: Speculation, ngrams: Speculation) -> Speculation:
-    """Drafts with n-grams of W nodes where they draft no less, else with the model's tree of V nodes.
-
-    N up to W has trees of the n-grams alone; N = W + v has the model's of v + 1 nodes, too, so the largest N is
-    W + V - 1.
-    """
-    lookup, largest = ngrams.drafter.width, ngrams.drafter.width + model.drafter.width - 1
+    """Drafts with n-grams where they match, else with the model's tree; for several requests with n-grams alone."""
 
     def resize(nodes: int) -> Drafter:
-        with_model = model.within(nodes - lookup + 1) if nodes > lookup else None
-        return hybrid_drafter(model.drafter, ngrams.within(nodes), with_model, max(nodes - lookup + 1, 1))
+        return hybrid_drafter(model.drafter, ngrams.within(nodes), model.within(nodes), nodes)
 
     return model._replace(
-        drafter=resize(largest),
+        drafter=resize(max(ngrams.drafter.width, model.largest_size)),
         resize=resize,
-        largest=largest,
-        lookup=lookup,
+        largest=None,
+        lookup=ngrams.drafter.width,
         note=f"{model.note}; n-grams first, which need no head" + (f"; {ngrams.note}" if ngrams.note else ""),
     )
 
 
-def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most: int) -> Drafter:
-    """Proposes the trees of `ngrams` where they have at least `most` nodes, else those of `model` of at most as many.
-    None: only n-grams draft. Neither may change its state when it proposes. `whole`: the model's drafter of the largest
-    tree, which observes."""
-    width = max(ngrams.width, most)
+def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter, width: int) -> Drafter:
+    """Proposes the trees of `ngrams` where they have a draft, else those of `model`, cut to `width` nodes. Neither may
+    change its state when it proposes. `whole`: the model's drafter of the largest tree, which observes."""
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         return HybridState(ngrams.init(params, rows, pool), whole.init(params, rows, pool))
 
     def propose(params: Params, state: HybridState, context: Context) -> tuple[DraftTree, DraftState]:
         tree, _ = ngrams.propose(params, state.ngrams, context)
-        tree = tree._replace(scores=-ranks(tree).astype(jnp.float32))
-        tree = _padded(tree, context, width)
-        if model is None:
+        tree = _ranked(tree, ranks(tree), context, width)
+        if context.root.shape[0] > 1:  # of several requests some need the model in most steps
             return tree, state
-        found, propose_model, is_chain = tree.valid[:, min(most, ngrams.width) - 1], model.propose, model.topk == 1
+        found = tree.valid[:, 1]
         rest = context._replace(active=context.active & ~found)
 
         def drafted(*_: jax.Array) -> DraftTree:
-            own, _ = propose_model(params, state.model, rest)
-            own = own if own.width <= most else best_nodes(own, jnp.full_like(context.root, most), most)
-            order = jnp.arange(own.width, dtype=jnp.int32)[None, :] if is_chain else ranks(own)
-            after = jnp.where(order > 0, order + (ngrams.width - 1), 0)
-            scores = jnp.where(own.valid, -after.astype(jnp.float32), -jnp.inf)
-            return _padded(own._replace(scores=scores), context, width)
+            own, _ = model.propose(params, state.model, rest)
+            own = own if own.width <= width else best_nodes(own, jnp.full_like(context.root, width), width)
+            order = jnp.arange(own.width, dtype=jnp.int32)[None, :] if model.topk == 1 else ranks(own)
+            return _ranked(own, order, context, width)
 
         def on_cpu(some: jax.Array) -> DraftTree:  # elsewhere a branch may cost more than it saves
             return jax.lax.cond(some, drafted, lambda: roots(context.root, width))
@@ -89,7 +76,7 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most:
 
     return whole._replace(
         width=width,
-        depth=max(ngrams.depth, model.depth if model else 0),
+        depth=max(ngrams.depth, min(model.depth, width - 1)),
         init=init,
         propose=propose,
         observe=observe,
@@ -99,8 +86,9 @@ def hybrid_drafter(whole: Drafter, ngrams: Drafter, model: Drafter | None, most:
     )
 
 
-def _padded(tree: DraftTree, context: Context, width: int) -> DraftTree:
-    """The tree in arrays of `width` nodes."""
+def _ranked(tree: DraftTree, order: jax.Array, context: Context, width: int) -> DraftTree:
+    """The tree in arrays of `width` nodes, with scores that fall with the ranks of `order`."""
+    tree = tree._replace(scores=jnp.where(tree.valid, -order.astype(jnp.float32), -jnp.inf))
     if tree.width == width:
         return tree
     empty = roots(context.root, width - tree.width + 1)

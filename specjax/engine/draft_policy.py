@@ -11,8 +11,8 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
     tokens      of N: 1 + the survivals of the parts below N
 
 A part that was not drafted lately follows the part before it as a geometric sequence, so rising acceptance shows in
-the smallest trees. Where n-grams draft before a model (`specjax.drafters.hybrid`), its parts do not follow theirs. A
-request's own acceptance of the first part scales all parts. Seconds of N are the machine's speed, which the size in use
+the smallest trees. A request's own acceptance of the first part scales all parts. Batches in which no model drafts
+(`Speculation.models`) have an acceptance of their own. Seconds of N are the machine's speed, which the size in use
 shows, times a ratio: that of `specjax.costs`, then of trials.
 
 The size in use changes if another rate is higher by `SWITCH_GAIN`. Now and then a step is a trial of the size that ran
@@ -47,7 +47,7 @@ KNOWN_WEIGHT = 6.0  # trials, the estimate included, after which steps of the si
 MAX_STEP_RATIO = 1.3  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
-GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, of n-grams and of a model
+GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, without and with a model
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Mean:
 
 
 Own: TypeAlias = tuple[Mean, Mean]
-"""A request's own acceptance of the first part of n-grams, and of a model."""
+"""A request's own acceptance of the first part, without and with a model."""
 NO_ACCEPTANCE: Own = Mean(1.0), Mean(1.0)
 
 
@@ -82,47 +82,41 @@ def own_acceptance() -> Own:
 
 
 class Acceptance:
-    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `lookup`: nodes from this
-    rank on are a model's; `guesses`: first guesses of a draft's acceptance, of n-grams and of a model."""
+    """Accepted nodes of a drafter's trees, by part. `sizes`: N of all programs, from 1 on; `guess`: first guess of a
+    draft's acceptance."""
 
-    def __init__(self, sizes: List[int], lookup: int = 1, guesses: tuple[float, float] = GUESSES) -> None:
-        self._sizes, self._parts, self._guesses = tuple(sizes), list(pairwise(sizes)), guesses
-        self._modelled = [start >= lookup for start, _ in self._parts]
-        self._firsts = [self._modelled.index(modelled) for modelled in self._modelled]  # first part of the same source
+    def __init__(self, sizes: List[int], guess: float) -> None:
+        self._parts, self._guess = list(pairwise(sizes)), guess
         self._means = [Mean(ACCEPTANCE_DECAY) for _ in self._parts]
         self._update()
 
-    def add(self, nodes: int, drafted: List[tuple[Own, Collection[int]]]) -> None:
-        """Adds the accepted ranks of requests in a step of this many nodes. Parts that were not drafted fade."""
+    def add(self, nodes: int, drafted: List[tuple[Mean, Collection[int]]]) -> None:
+        """Adds requests' accepted ranks in a step of this many nodes. Parts that were not drafted fade."""
         for i, (start, end) in enumerate(self._parts):
             counts = [sum(start <= rank < end for rank in ranks) for _, ranks in drafted]
             self._means[i].add(sum(counts) / len(counts), float(len(counts) if start < nodes else 0))
-            if i == self._firsts[i] and start < nodes:
+            if i == 0 and nodes > 1:
                 for (own, _), count in zip(drafted, counts, strict=True):
-                    own[self._modelled[i]].add(float(count))
+                    own.add(float(count))
         self._update()
 
     def _update(self) -> None:
-        self.survivals = list[float]()  # accepted nodes of each part
-        for i, (first, modelled) in enumerate(zip(self._firsts, self._modelled, strict=True)):
-            start, end = self._parts[first]
-            chance = min(self.survivals[first], 0.98) if i > first and end == start + 1 else self._guesses[modelled]
-            # Of a geometric sequence: this part, after the part before it if that has the same source.
-            *before, guess = [
-                sum(chance ** (rank - start + 1) for rank in range(*part))
-                for part in self._parts[max(i - 1, first) : i + 1]
-            ]
+        self.survivals, chance = list[float](), self._guess  # accepted nodes of each part
+        for i, (part, mean) in enumerate(zip(self._parts, self._means, strict=True)):
+            # Of a geometric sequence: this part, after the part before it.
+            *before, guess = [sum(chance**rank for rank in range(*each)) for each in self._parts[max(i - 1, 0) : i + 1]]
             if before:
                 guess *= self.survivals[-1] / before[0]
-            self.survivals.append(self._means[i].towards(guess, GUESS_STEPS))
+            self.survivals.append(mean.towards(guess, GUESS_STEPS))
+            if part == (1, 2):
+                chance = min(self.survivals[0], 0.98)
 
-    def expected(self, requests: int, own: List[Own]) -> dict[int, float]:
+    def expected(self, requests: int, own: List[Mean]) -> dict[int, float]:
         """Tokens of a step by N, for requests of which those of `own` draft."""
         tokens, scale = {1: float(requests)}, 0.0
-        for i, (n, end) in enumerate(self._parts):
-            mean, modelled = self.survivals[i], self._modelled[i]
-            if i == self._firsts[i]:
-                scale = sum(each[modelled].towards(mean, OWN_STEPS) for each in own) / max(mean, 1e-6)
+        for i, ((n, end), mean) in enumerate(zip(self._parts, self.survivals, strict=True)):
+            if i == 0:
+                scale = sum(each.towards(mean, OWN_STEPS) for each in own) / max(mean, 1e-6)
             tokens[end] = tokens[n] + scale * mean
         return tokens
 
@@ -154,24 +148,26 @@ class DraftPolicy:
     Args:
         sizes: batch bucket -> N of its programs, ascending.
         cost: (batch bucket, N) -> estimated duration of a step, in any unit.
-        lookup: N of trees that need no model; see `Speculation`.
+        models: whether a model drafts in a batch bucket.
         by_request: `admit` chooses, not each step.
-        guesses: see `Acceptance`.
+        guesses: of a draft's acceptance, without and with a model.
     """
 
     def __init__(
-        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], lookup: int = 1, *,
-        by_request: bool = False, guesses: tuple[float, float] = GUESSES,
+        self, sizes: Mapping[int, List[int]], cost: Callable[[int, int], float], *,
+        models: Callable[[int], bool] = lambda batch: True, by_request: bool = False,
+        guesses: tuple[float, float] = GUESSES,
     ) -> None:  # fmt: skip
-        self._sizes, self._cost, self._by_request = sizes, cache(cost), by_request
-        self.acceptance = Acceptance(sorted({1, *chain(*sizes.values())}), lookup, guesses)
+        self._sizes, self._cost, self._models, self._by_request = sizes, cache(cost), models, by_request
+        every = sorted({1, *chain(*sizes.values())})
+        self._acceptances = [Acceptance(every, guess) for guess in guesses]
         self._buckets = defaultdict[int, Bucket](Bucket)
 
     def choose(self, batch: int, compiled: Collection[int], requests: int, own: List[Own], steps: int = 1) -> Choice:
         """Chooses N for the next `steps` steps of a number of requests. `batch`, `compiled`: their bucket, and N of its
         programs that can run; `own`: acceptance of each of them that drafts."""
         seconds, bucket = self.seconds(batch), self._buckets[batch]
-        expected = self.acceptance.expected(requests, own)
+        expected = self.expected(batch, requests, own)
         rates = {n: expected[n] / seconds[n] for n in seconds}
         ready = [n for n in rates if n in compiled]
         using = best = max(ready, key=rates.__getitem__)
@@ -190,6 +186,11 @@ class DraftPolicy:
         if better is not None and faster[better] <= (1 + COMPILE_GAIN) * rates[using]:
             better = None
         return Choice(using, better=better)
+
+    def expected(self, batch: int, requests: int, own: List[Own]) -> dict[int, float]:
+        """Tokens of a step by N, for requests of which those of `own` draft."""
+        models = self._models(batch)
+        return self._acceptances[models].expected(requests, [each[models] for each in own])
 
     def admit(self, batch: int, steps: int) -> bool:
         """Chooses whether a request drafts from its first step to its end, at most `steps` steps later. `batch`: bucket
@@ -248,14 +249,16 @@ class DraftPolicy:
                 speed.add(seconds / ratio.value)
             if not known:
                 ratio.add(seconds / speed.value)
-        if drafted := list(drafted):
-            self.acceptance.add(nodes, drafted)
+        models = self._models(batch)
+        if accepted := [(own[models], ranks) for own, ranks in drafted]:
+            self._acceptances[models].add(nodes, accepted)
 
     def table(self) -> list[dict[str, Any]]:
         """What is known of each size of the buckets that have run: seconds of a step (None: nothing is measured in this
         bucket), expected tokens of a request, and steps."""
-        rows, tokens = list[dict[str, Any]](), self.acceptance.expected(1, [NO_ACCEPTANCE])
+        rows = list[dict[str, Any]]()
         for batch, bucket in sorted(self._buckets.items()):
+            tokens = self.expected(batch, 1, [NO_ACCEPTANCE])
             for n, seconds in self.seconds(batch).items() if bucket.steps else ():
                 row = {"batch": batch, "nodes": n, "seconds": seconds if bucket.speed.weight else None}
                 row["measured"] = bucket.measured(n)

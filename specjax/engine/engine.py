@@ -172,10 +172,8 @@ class Engine:
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         sizes = {batch: self.buckets.sizes(batch) for batch in self.buckets.batches}
-        lookup, by_request = speculation.modelless, speculation.costly_observe
-        policy = (
-            DraftPolicy(sizes, self._estimated_ratio, lookup, by_request=by_request) if self.buckets.chooses else None
-        )
+        options: Any = {"models": speculation.models, "by_request": speculation.costly_observe}
+        policy = DraftPolicy(sizes, self._estimated_ratio, **options) if self.buckets.chooses else None
         self.runtime = Runtime(
             self.device, self.programs, self.buckets, self.scheduler, self.flights, self.counters, rows,
             self.pool.pages, self.vocab_size, lossless=self.lossless, policy=policy,

@@ -33,7 +33,7 @@ PROMPTS = 8
 computes half as many tokens, because many prompts are shorter. Attention and page writes are padded in any case."""
 
 PART = 0.9  # value of a token of an unfinished prompt: among equal rates, prefer programs that finish more prompts
-NEXT_SIZES = 3  # on a CPU, where each node costs time, the policy also chooses among this many N after `lookup`
+SMALL_SIZES = 2, 3, 4  # on a CPU, where each node costs time, the policy also chooses among these N
 READY_NODES = {"cpu": 6, "gpu": 512}  # maximum N of the step that a start waits for
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of this many tokens costs about twice as much as one of one token
 
@@ -120,7 +120,7 @@ class Buckets:
     tables: tuple[int, ...]  # pages per request
     trees: Mapping[int, int]  # batch bucket -> largest N of its trees; 1: its steps never draft
     depths: Mapping[int, int]  # N -> depth of the trees
-    widths: Mapping[int, int]  # N -> nodes of the trees: N, or fewer of a hybrid
+    widths: Mapping[int, int]  # N -> nodes of the trees: N, or fewer of a drafter without as many
     nested: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # largest N -> N that the policy chooses among
     ready_nodes: int = READY_NODES["gpu"]
     ahead: bool = False  # a batch that must be compiled has room for twice as many requests
@@ -152,10 +152,11 @@ class Buckets:
             return width if unlimited or batch == 1 else max(min(width, most // batch), most_found, 1)
 
         trees = {batch: largest_tree(batch) for batch in batches}
-        nested, near = dict[int, tuple[int, ...]](), range(lookup + 1, lookup + 1 + NEXT_SIZES)
+        nested = dict[int, tuple[int, ...]]()
+        small_sizes = SMALL_SIZES if lookup == 1 or speculation.runs_model else ()  # n-grams propose all or nothing
         for n in trees.values():
             if adaptive and n > 1:
-                smaller = near if kind == "cpu" else (-(-n // 4), -(-n // 2))
+                smaller = small_sizes if kind == "cpu" else (-(-n // 4), -(-n // 2))
                 nested[n] = tuple(sorted({1, n, *(size for size in smaller if 1 < size < n and not unlimited)}))
         drafters = {n: speculation.within(n) for n in {1, *trees.values(), *chain(*nested.values())}}
         return cls(

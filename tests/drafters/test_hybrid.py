@@ -10,7 +10,7 @@ import pytest
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, Params, Speculation
 from specjax.drafters.hybrid import with_ngrams
-from specjax.engine.draft_policy import Acceptance, own_acceptance
+from specjax.engine.draft_policy import DraftPolicy, own_acceptance
 from specjax.sampling import sampling_row
 from specjax.tree import chain, ranks
 
@@ -46,37 +46,44 @@ def context(roots: list[int]) -> Context:
     return Context(zeros, zeros, zeros[:, None], root, jnp.ones(rows, bool), zeros.astype(jnp.uint32), sampling)
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 5, 6])
+@pytest.mark.parametrize("nodes", [2, 3, 4])
 def test_model_drafts_where_nothing_matches(nodes):
-    """Trees of N nodes have up to LOOKUP nodes of n-grams, or N - LOOKUP drafts of the model if these are more."""
+    """Trees of N nodes have up to N - 1 drafts of the n-grams, or else of the model. Their first nodes are the tree of
+    a smaller N, whose acceptance therefore follows from theirs."""
     speculation = with_ngrams(resizable("EAGLE3", READ, WIDTH, features="final"), resizable("NGRAM", FOUND, LOOKUP))
-    assert (speculation.largest_size, speculation.drafter.depth, speculation.lookup) == (6, 3, LOOKUP)
+    assert (speculation.largest_size, speculation.drafter.depth, speculation.lookup) == (LOOKUP, 3, LOOKUP)
     assert speculation.drafter.features == "final" and speculation.drafter.name == "EAGLE3"
     drafter = speculation.within(nodes)
-    state = drafter.init(Params(None), 3, PoolShape(1, 1))
-    tree, _ = drafter.propose(Params(None), state, context([19, 10, 11]))
-    assert drafter.width == tree.width == min(nodes, LOOKUP)  # arrays of the wider part
-    found = [FOUND + i for i in range(min(nodes, LOOKUP) - 1)]
-    read = [READ + i for i in range(max(nodes - LOOKUP, 0))]
-    short = (11, found[:1], 1) if len(read) < 2 else (11, read, LOOKUP)
-    for row, (root, tokens, first) in enumerate([(19, found, 1), (10, read, LOOKUP), short]):
-        valid = np.asarray(tree.valid[row])
-        assert tree.tokens[row][valid].tolist() == [root, *tokens]
-        assert tree.parents[row][valid].tolist() == list(range(-1, len(tokens)))
-        order = ranks(tree, given=drafter.ranked)[row][valid].tolist()
-        assert order == [0, *range(first, first + len(tokens))] and max(order) < nodes
+    state = drafter.init(Params(None), 1, PoolShape(1, 1))
+    found = [FOUND + i for i in range(nodes - 1)]
+    read = [READ + i for i in range(min(nodes, WIDTH) - 1)]
+    for root, tokens in [(19, found), (10, read), (11, found[:1])]:
+        tree, _ = drafter.propose(Params(None), state, context([root]))
+        assert drafter.width == tree.width == nodes
+        valid = np.asarray(tree.valid[0])
+        assert tree.tokens[0][valid].tolist() == [root, *tokens]
+        assert tree.parents[0][valid].tolist() == list(range(-1, len(tokens)))
+        assert ranks(tree, given=drafter.ranked)[0][valid].tolist() == list(range(1 + len(tokens)))
 
 
-def test_parts_of_a_model_do_not_follow_those_of_n_grams():
-    acceptance = Acceptance((1, LOOKUP, 5, 6), LOOKUP)
-    copied, new = own_acceptance(), own_acceptance()
+def test_n_grams_alone_draft_for_several_requests():
+    speculation = with_ngrams(resizable("EAGLE3", READ, WIDTH, features="final"), resizable("NGRAM", FOUND, LOOKUP))
+    state = speculation.drafter.init(Params(None), 2, PoolShape(1, 1))
+    tree, _ = speculation.drafter.propose(Params(None), state, context([19, 10]))
+    tokens = [row[valid].tolist() for row, valid in zip(tree.tokens, np.asarray(tree.valid), strict=True)]
+    assert tokens == [[19, FOUND, FOUND + 1, FOUND + 2], [10]]
+    assert [speculation.models(batch) for batch in (1, 2)] == [True, False]
+
+
+def test_acceptance_with_a_model_says_nothing_of_n_grams_alone():
+    sizes, cost = (1, 2, 3, 4), {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
+    policy = DraftPolicy({1: sizes, 2: sizes}, lambda batch, n: cost[n], models=lambda batch: batch == 1)
+    own = own_acceptance()
+    before = policy.expected(2, 1, [own])
     for _ in range(400):
-        acceptance.add(6, [(copied, [1, 2, 3]), (new, [4])])
-    assert acceptance.survivals == pytest.approx([1.5, 0.5, 0.0], abs=0.1)
-    expected = [acceptance.expected(1, [own]) for own in (copied, new, own_acceptance())]
-    assert expected[0] == pytest.approx({1: 1, LOOKUP: 4, 5: 4, 6: 4}, abs=0.5)
-    assert expected[1] == pytest.approx({1: 1, LOOKUP: 1, 5: 2, 6: 2}, abs=0.5)
-    assert expected[2] == pytest.approx({1: 1, LOOKUP: 2.5, 5: 3, 6: 3}, abs=0.2)
-    for _ in range(1600):
-        acceptance.add(LOOKUP, [(new, [])])
-    assert acceptance.survivals[0] < 0.1 < acceptance.survivals[1], "what the head accepts is as before"
+        policy.record(1, 4, 1.3, [(own, [1, 2])])
+    assert policy.expected(1, 1, [own]) == pytest.approx({1: 1, 2: 2, 3: 3, 4: 3}, abs=0.1)
+    assert policy.expected(2, 1, [own]) == before
+    for _ in range(400):
+        policy.record(2, 4, 1.3, [(own_acceptance(), [])] * 2)
+    assert policy.expected(2, 1, [own])[4] < 1.1 and policy.expected(1, 1, [own])[3] > 2.8

@@ -29,6 +29,7 @@ from specjax.engine.draft_policy import (
     Acceptance,
     Choice,
     DraftPolicy,
+    Mean,
     Own,
     own_acceptance,
 )
@@ -145,25 +146,25 @@ def test_larger_trees_tell_the_acceptance_of_smaller_ones():
     """Of each size, what its own steps would accept, also where accepted nodes are not the first ones."""
     rng = np.random.default_rng(0)
     paths = [sorted((rng.choice(7, rng.integers(4), replace=False) + 1).tolist()) for _ in range(4000)]
-    large, own = Acceptance((1, 2, 4, 8)), Acceptance((1, 2, 4, 8))
+    large, own = Acceptance((1, 2, 4, 8), 0.5), Acceptance((1, 2, 4, 8), 0.5)
     for nodes in (2, 4, 8):
         for path in paths:
-            large.add(8, [(request(), path)])
-            own.add(nodes, [(request(), [rank for rank in path if rank < nodes])])
+            large.add(8, [(Mean(1.0), path)])
+            own.add(nodes, [(Mean(1.0), [rank for rank in path if rank < nodes])])
         part = (2, 4, 8).index(nodes)
         assert large.survivals[: part + 1] == pytest.approx(own.survivals[: part + 1])
 
 
 def test_rising_acceptance_shows_in_small_trees():
     """Parts that are not drafted any more follow those that are."""
-    acceptance = Acceptance(SIZES)
+    acceptance = Acceptance(SIZES, 0.5)
     for count in (0.0, 1.0):
         for _ in range(1600):
-            acceptance.add(2, [(request(), [1] * int(count))])
+            acceptance.add(2, [(Mean(1.0), [1] * int(count))])
         expected = [count, count**2, count**3]
         assert acceptance.survivals == pytest.approx(expected, abs=0.1)
     for _ in range(400):
-        acceptance.add(4, [(request(), [1, 2])])
+        acceptance.add(4, [(Mean(1.0), [1, 2])])
     assert acceptance.survivals == pytest.approx([1, 1, 0], abs=0.1)
 
 
@@ -234,13 +235,13 @@ def test_acceptance_of_each_request():
         for own, ranks in ((good, [1]), (bad, [])):
             policy.launched(1, 2, trial=False)
             policy.record(1, 2, 1.5, [(own, ranks)])
-    tokens = [policy.acceptance.expected(1, [own])[2] for own in (bad, new, good)]
+    tokens = [policy.expected(1, 1, [own])[2] for own in (bad, new, good)]
     assert tokens == pytest.approx([1.15, 1.5, 1.85], abs=0.1)
     for _ in range(2):
         policy.record(1, 1, 1.0, [])
     chosen(policy, 1, [bad], sizes=(1, 2))  # a trial is due
     assert chosen(policy, 1, [bad], sizes=(1, 2)) == 1 and chosen(policy, 1, [good], sizes=(1, 2)) == 2
-    assert policy.acceptance.expected(4, [good])[1] == 4 and policy.acceptance.expected(4, [good])[2] < 5
+    assert policy.expected(1, 4, [good])[1] == 4 and policy.expected(1, 4, [good])[2] < 5
 
 
 def test_table_tells_why_a_size_was_chosen():
