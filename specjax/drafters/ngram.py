@@ -48,8 +48,8 @@ NOWHERE = -1  # no ring position: an empty table entry or the end of a text; nev
 WAYS = 8  # positions in a bucket of the table
 CPU_NODES = 4  # default N on a CPU
 MATCH_BEFORE_HEAD = 4
-"""Fewest tokens of a match before a head on a CPU. After shorter matches the head's drafts are accepted more often: with
-3 nodes 1.87 tokens a step in place of 1.81 with 2, and 1.43 in place of 1.38 at T = 1."""
+"""Fewest tokens of a match before a head on a CPU. After shorter ones the head's drafts are accepted more often: steps
+of 3 nodes have 1.87 tokens, with matches of 2 tokens 1.81; at T = 1, 1.43 and 1.38."""
 CPU_MATCH = 6  # there, longer matches than this drafted no better on the evaluation sets, and looking takes time
 
 

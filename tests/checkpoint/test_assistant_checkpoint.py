@@ -89,7 +89,7 @@ def test_auto_finds_an_assistant_beside_the_target(folders, target, tmp_path, ca
     for options in (Auto(), Mtp(), Eagle()):
         assert choose(options, files, target, "gpu").options == Assistant(path=path)
     assert {record.getMessage().partition(":")[0] for record in caplog.records} == {"AUTO", "MTP", "EAGLE"}
-    assert choose(Auto(), files, target, "cpu").ngrams == Ngram(), "n-grams draft before it"
+    assert choose(Auto(), files, target, "cpu").ngrams == Ngram(min_match=4), "n-grams draft before it"
     assert choose(Auto(steps=2), files, target, "cpu") == (Assistant(path=path, steps=2), None, None, None, None)
     shutil.copytree(folders[0], tmp_path / "alone")
     alone = resolve(str(tmp_path / "alone"))

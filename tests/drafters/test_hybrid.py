@@ -9,7 +9,9 @@ import pytest
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, Params, Speculation
+from specjax.drafters.factories import Auto
 from specjax.drafters.hybrid import with_ngrams
+from specjax.drafters.ngram import Ngram
 from specjax.engine.draft_policy import DraftPolicy, own_acceptance
 from specjax.sampling import sampling_row
 from specjax.tree import chain, ranks
@@ -64,6 +66,15 @@ def test_model_drafts_where_nothing_matches(nodes):
         assert tree.tokens[0][valid].tolist() == [root, *tokens]
         assert tree.parents[0][valid].tolist() == list(range(-1, len(tokens)))
         assert ranks(tree, given=drafter.ranked)[0][valid].tolist() == list(range(1 + len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("given", "least"), [({}, 4), ({"min_match": 1}, 4), ({"min_match": 6}, 6), ({"max_match": 3}, 3)]
+)
+def test_matches_before_a_head_have_four_tokens(given, least):
+    ngrams = Auto(**given).ngrams()
+    assert ngrams is not None and ngrams.min_match == least
+    assert Auto(**given).choose(None)[0] == Ngram(**given), "without a head as before"
 
 
 def test_n_grams_alone_draft_for_several_requests():
