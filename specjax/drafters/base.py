@@ -278,8 +278,8 @@ class Speculation(NamedTuple):
         return self.drafter.features is not None or self.costly_observe
 
     def models(self, batch: int) -> bool:
-        """True if a model drafts in steps of this batch bucket."""
-        return self.runs_model and (self.lookup == 1 or batch == 1)
+        """True if more than n-grams draft in steps of this batch bucket."""
+        return self.lookup == 1 or (self.runs_model and batch == 1)
 
     @property
     def largest_size(self) -> int:

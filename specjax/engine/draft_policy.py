@@ -11,7 +11,7 @@ accepts those whose rank is below N. A step of some size therefore tells the acc
     tokens      of N: 1 + the survivals of the parts below N
 
 A part that was not drafted lately follows the part before it as a geometric sequence, so rising acceptance shows in
-the smallest trees. A request's own acceptance of the first part scales all parts. Batches in which no model drafts
+the smallest trees. A request's own acceptance of the first part scales all parts. Batches in which only n-grams draft
 (`Speculation.models`) have an acceptance of their own. Seconds of N are the machine's speed, which the size in use
 shows, times a ratio: that of `specjax.costs`, then of trials.
 
@@ -47,7 +47,7 @@ KNOWN_WEIGHT = 6.0  # trials, the estimate included, after which steps of the si
 MAX_STEP_RATIO = 1.3  # longer steps count as this multiple of the mean
 OWN_STEPS = 8.0  # steps of a request after which its acceptance counts as much as that of all requests
 GUESS_STEPS = 12.0  # steps that a guess of a part's acceptance counts for
-GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, without and with a model
+GUESSES = 0.25, 0.5  # first guess of a draft's acceptance, of n-grams and of others
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Mean:
 
 
 Own: TypeAlias = tuple[Mean, Mean]
-"""A request's own acceptance of the first part, without and with a model."""
+"""A request's own acceptance of the first part, of n-grams and of others."""
 NO_ACCEPTANCE: Own = Mean(1.0), Mean(1.0)
 
 
@@ -148,9 +148,9 @@ class DraftPolicy:
     Args:
         sizes: batch bucket -> N of its programs, ascending.
         cost: (batch bucket, N) -> estimated duration of a step, in any unit.
-        models: whether a model drafts in a batch bucket.
+        models: whether more than n-grams draft in a batch bucket.
         by_request: `admit` chooses, not each step.
-        guesses: of a draft's acceptance, without and with a model.
+        guesses: of a draft's acceptance, of n-grams and of others.
     """
 
     def __init__(
