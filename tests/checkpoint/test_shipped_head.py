@@ -216,7 +216,7 @@ def test_measured_tree_of_the_platform(row, saved, monkeypatch, platform, tree):
     files = resolve(str(saved / "model"))
     monkeypatch.setattr("specjax.load.jax.default_backend", lambda: platform)
     chosen = load.choose(Auto(), files, checkpoint.model_config(files.config))
-    ngrams = Ngram() if platform == "cpu" else None
+    ngrams = Ngram(min_match=4) if platform == "cpu" else None
     assert chosen == (Eagle3(str(row.folder)), TreeShape(*tree), row, None, ngrams)
 
 
