@@ -228,7 +228,8 @@ def test_choice_of_mtp_layers(saved, tmp_path, caplog):
     ]
     assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None, None)
     before = [choose(Auto(**given), files, config, "cpu").ngrams for given in ({}, {"capacity": 2048}, {"steps": 2})]
-    assert before == [Ngram(), Ngram(capacity=2048), None], "n-grams draft before MTP layers, too"
+    expected = [Ngram(min_match=4), Ngram(min_match=4, capacity=2048), None]
+    assert before == expected, "n-grams draft before MTP layers, too"
     with pytest.raises(ValueError, match=r"^Eagle3\.path is missing: EAGLE3 needs a draft head$"):
         choose(options_of("EAGLE3"), files, config)
     save_model(tmp_path, "Qwen3ForCausalLM", **SIZES)
