@@ -1,9 +1,14 @@
 """Calls kernels from XLA:CPU: a kernel is compiled by Numba, and XLA's threads share its tiles.
 
 A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread runs the next free
-tile, including the thread that XLA calls, so the call never blocks on a helper that has not started. The call's
-structures are defined in `xla/ffi/api/c_api.h` of jaxlib's `include`, and read as words of 8 bytes. Compiled code reads
-this process's addresses from a table, so other processes can use it (`object_code`).
+tile, including the thread that XLA calls, so the call never blocks on a helper that has not started.
+
+XLA starts a program in a thread outside of its pool, which has a thread for each core: with that one, more threads than
+cores would compute, and a step of one token would take a sixth longer. A call from outside therefore leaves all tiles
+to the pool and returns a future. The thread that ends the last tile continues the program.
+
+The call's structures are defined in `xla/ffi/api/c_api.h` of jaxlib's `include`, and read as words of 8 bytes. Compiled
+code reads this process's addresses from a table, so other processes can use it (`object_code`).
 
 `register` makes a kernel callable from a program, `host_function` a function callable without XLA. Kernels are written
 with `Tools`.
@@ -29,12 +34,21 @@ from specjax_kernels.cpu import object_code
 
 logger = logging.getLogger(__name__)
 
+# Words of XLA_FFI_CallFrame. Before the pointers to arguments or to results there are their types and their number.
+_EXTENSION, _API, _CONTEXT, _OF_ARGUMENTS, _OF_RESULTS, _FUTURE, _FRAME_WORDS = 1, 2, 3, 9, 14, 21, 22
+# Words of XLA_FFI_Buffer.
+_DATA, _RANK, _DIMENSIONS, _BUFFER_WORDS = 3, 4, 5, 6
+
 # Words of a call's state. The last thread to leave frees it.
-_NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
+_NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL = range(6)
+_AVAILABLE = _CALL + 1  # arguments of Future_Create and Future_SetAvailable: size, extension, future
+_ARGUMENTS = _AVAILABLE + 3  # arguments of other functions of XLA
 _WORDS = _ARGUMENTS + 5
 
-# Words of the table: addresses of functions, the largest number of threads of a call, and XLA's interface.
-_WORK, _OF_TILES, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(9)
+# Words of the table: addresses of functions, the key of `_in_pool`, the largest number of threads of a call, and XLA's
+# interface: places of functions in XLA_FFI_Api, and its version.
+_WORK, _OF_TILES, _OF_TILE, _ALLOCATE, _FREE, _GET, _SET, _IN_POOL, _CORES, *_PLACES, _VERSION = range(14)
+_SCHEDULE, _DESTROY, _CREATE, _SET_AVAILABLE = _PLACES
 _SYMBOLS = "specjax_handle", "specjax_work", "specjax_tiles", "specjax_tile"
 _ALONE = "specjax_host"
 
@@ -143,14 +157,23 @@ def _compile_alone(build: Callable[[Tools], Any]) -> bytes:
 def _outside() -> list[int]:
     """The words of the table from `_ALLOCATE` on."""
     libc = ctypes.CDLL(None)
-    functions = (ctypes.cast(function, ctypes.c_void_p) for function in (libc.malloc, libc.free))
-    allocate, free = (function.value or 0 for function in functions)
+    functions = libc.malloc, libc.free, libc.pthread_getspecific, libc.pthread_setspecific
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [allocate, free, cores, *_interface()]
+    return [*addresses, _in_pool(), cores, *_interface()]
 
 
-def _interface() -> tuple[int, int, int]:
-    """Offsets of two functions in XLA_FFI_Api, in words, and its version as XLA_FFI_Api_Version stores it."""
+@functools.cache
+def _in_pool() -> int:
+    """The key of a value of each thread, which is not 0 in threads of XLA's pool that have computed tiles."""
+    key = ctypes.c_ulong()
+    if error := ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None):
+        raise OSError(error, f"pthread_key_create: {os.strerror(error)}")
+    return key.value
+
+
+def _interface() -> tuple[int, ...]:
+    """Offsets of four functions in XLA_FFI_Api, in words, and its version as XLA_FFI_Api_Version stores it."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
     numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
@@ -158,8 +181,8 @@ def _interface() -> tuple[int, int, int]:
     if major != 0:
         raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; only 0.x is supported")
     before = 6  # its size, extensions, version (3) and internal functions
-    schedule, destroy = (before + functions.index(name) for name in ("ThreadPool_Schedule", "Error_Destroy"))
-    return schedule, destroy, major | minor << 32
+    names = "ThreadPool_Schedule", "Error_Destroy", "Future_Create", "Future_SetAvailable"
+    return *(before + functions.index(name) for name in names), major | minor << 32
 
 
 def _compile(build: Build) -> bytes:
@@ -195,7 +218,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
     *_, words = pointers = tuple(map(pointer_to, kinds))
 
     def buffers_at(field: int) -> tuple[Any, Any]:
-        """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
+        """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results. `field`: a word of the frame."""
 
         @inlined
         def buffer(frame: int, index: int) -> Any:
@@ -203,26 +226,66 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
 
         @shared
         def data(frame: int, index: int) -> int:
-            return buffer(frame, index)[3]
+            return buffer(frame, index)[_DATA]
 
         @shared
         def size(frame: int, index: int, axis: int) -> int:
-            return words(buffer(frame, index)[5])[axis]
+            return words(buffer(frame, index)[_DIMENSIONS])[axis]
 
         return data, size
 
     one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
 
+    @shared
+    def size_of_frame(frame: int) -> int:
+        """Number of words of a `copy_frame`."""
+        size = _FRAME_WORDS
+        for field in (_OF_ARGUMENTS, _OF_RESULTS):
+            for i in range(words(frame)[field - 2]):
+                size += 1 + _BUFFER_WORDS + words(words(words(frame)[field])[i])[_RANK]
+        return size
+
+    @shared
+    def copy_frame(frame: int, to: int) -> int:
+        """Copies a call frame and its buffers' descriptions, since XLA uses their memory again when the handler has
+        returned, before the future is available. Returns `to`."""
+        for i in range(_FRAME_WORDS):
+            words(to)[i] = words(frame)[i]
+        end = to + 8 * _FRAME_WORDS
+        for field in (_OF_ARGUMENTS, _OF_RESULTS):
+            count, buffers = words(frame)[field - 2], words(frame)[field]
+            pointers, words(to)[field] = end, end
+            end += 8 * count
+            for i in range(count):
+                buffer = words(words(buffers)[i])
+                copy, dimensions = end, end + 8 * _BUFFER_WORDS
+                words(pointers)[i] = copy
+                for j in range(_BUFFER_WORDS):
+                    words(copy)[j] = buffer[j]
+                words(copy)[_DIMENSIONS] = dimensions
+                for j in range(buffer[_RANK]):
+                    words(dimensions)[j] = words(buffer[_DIMENSIONS])[j]
+                end = dimensions + 8 * buffer[_RANK]
+        return to
+
+    @inlined
+    def call_xla(state: int, function: int, arguments: int) -> int:
+        api = words(words(state)[_CALL])[_API]
+        return call(words(api + 8 * entry_of(function))[0], state + 8 * arguments, 0)
+
     @entry(one)
     def work(state: int) -> int:
         """Runs tiles while any are free."""
-        s = words(state)
+        s, last = words(state), False
+        call(entry_of(_SET), entry_of(_IN_POOL), 1)
         while True:
             taken = add(state + 8 * _NEXT, 1)
             if taken >= s[_TILES]:
                 break
             call(s[_TILE], s[_CALL], taken)
-            add(state + 8 * _DONE, 1)
+            last = add(state + 8 * _DONE, 1) == s[_TILES] - 1
+        if last and s[_AVAILABLE + 2] != 0:
+            call_xla(state, _SET_AVAILABLE, _AVAILABLE)  # returns after what this thread runs of the program
         if add(state + 8 * _HOLDERS, -1) == 1:
             call(entry_of(_FREE), state, 0)
         return 0
@@ -230,29 +293,43 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
     @entry(one)
     def handle(frame: int) -> int:
         f = words(frame)
-        extension = f[1]
+        extension = f[_EXTENSION]
         if extension != 0 and words(extension)[1] & 0xFFFFFFFF == 1:
             # XLA queries the version of the interface.
             words(words(extension)[3])[3] = entry_of(_VERSION)
             return 0
         count = call(entry_of(_OF_TILES), frame, 0)
-        state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
-        s = words(state)
-        helpers = max(0, min(entry_of(_CORES), count) - 1)
+        if count == 0:
+            return 0
+        works = call(entry_of(_GET), entry_of(_IN_POOL), 0) != 0  # this thread, too
+        size = _WORDS if works else _WORDS + size_of_frame(frame)
+        state = call(entry_of(_ALLOCATE), 8 * size, 0)
+        s, helpers = words(state), min(entry_of(_CORES), count) - 1
         s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
         s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
-        for scheduled in range(helpers):
-            s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
+        s[_AVAILABLE], s[_AVAILABLE + 1], s[_AVAILABLE + 2] = 24, 0, 0
+        scheduled = helpers
+        if not works:
+            failed = call_xla(state, _CREATE, _AVAILABLE)
+            if failed != 0:
+                call(entry_of(_FREE), state, 0)
+                return failed
+            f[_FUTURE] = s[_AVAILABLE + 2]
+            s[_CALL], scheduled = copy_frame(frame, state + 8 * _WORDS), helpers + 1
+        for i in range(scheduled):
+            s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[_CONTEXT]
             s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
-            failed = call(words(f[2] + 8 * entry_of(_SCHEDULE))[0], state + 8 * _ARGUMENTS, 0)
+            failed = call_xla(state, _SCHEDULE, _ARGUMENTS)
             if failed != 0:  # no thread pool: this thread runs all tiles
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
-                call(words(f[2] + 8 * entry_of(_DESTROY))[0], state + 8 * _ARGUMENTS, 0)
-                add(state + 8 * _HOLDERS, scheduled - helpers)
+                call_xla(state, _DESTROY, _ARGUMENTS)
+                add(state + 8 * _HOLDERS, i - helpers)
+                works = True
                 break
-        call(entry_of(_WORK), state, 0)
-        while load(state + 8 * _DONE) < count:  # helpers still run the last tiles
-            pass
+        if works:
+            call(entry_of(_WORK), state, 0)
+            while load(state + 8 * _DONE) < count:  # helpers still run the last tiles
+                pass
         if add(state + 8 * _HOLDERS, -1) == 1:
             call(entry_of(_FREE), state, 0)
         return 0
@@ -264,7 +341,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
     def threads() -> int:
         return entry_of(_CORES)
 
-    sizes = *buffers_at(9), *buffers_at(14)
+    sizes = *buffers_at(_OF_ARGUMENTS), *buffers_at(_OF_RESULTS)
     tools = Tools._make((inlined, *pointers, *converters, *sizes, threads, emitted))
 
     def alone(function: Any) -> Any:
