@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +82,36 @@ def test_calls_of_many_threads():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(call, range(24)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads names of threads in /proc")
+def test_tiles_run_in_the_pool(monkeypatch):
+    """XLA starts programs in threads outside of its pool, with which more threads than cores would compute."""
+    monkeypatch.setattr(object_code, "_folder", None)  # the code has an address of this process
+    call = runtime._instructions(importlib.import_module("numba"))[4]
+    this_thread = ctypes.cast(ctypes.CDLL(None).gettid, ctypes.c_void_p).value
+
+    def build(tools: runtime.Tools):
+        result, integers = tools.result, tools.integers
+
+        def tiles(frame: int) -> int:
+            return 40
+
+        def tile(frame: int, index: int) -> int:
+            integers(result(frame, 0))[index] = call(this_thread, 0, 0)
+            return 0
+
+        return tiles, tile
+
+    assert runtime.register("specjax_test_threads", build) is None
+    kernel = jax.ffi.ffi_call("specjax_test_threads", jax.ShapeDtypeStruct((40,), jnp.int32))
+    first = jax.jit(lambda x: (kernel(x), x + 1))
+    several = jax.jit(lambda x: functools.reduce(lambda ids, _: jnp.maximum(kernel(ids), 0 * ids), range(20), x))
+    x, threads = jnp.zeros(40, jnp.int32), set[int]()
+    for _ in range(20):
+        threads.update(np.asarray(first(x)[0]).tolist(), np.asarray(several(x)).tolist())
+    names = {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads}
+    assert names == {"tf_XLAEigen"}
 
 
 def run_alone(program: str, *arguments: str) -> str:

@@ -273,11 +273,10 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
         api = words(words(state)[_CALL])[_API]
         return call(words(api + 8 * entry_of(function))[0], state + 8 * arguments, 0)
 
-    @entry(one)
-    def work(state: int) -> int:
+    @shared
+    def run_tiles(state: int) -> int:
         """Runs tiles while any are free."""
         s, last = words(state), False
-        call(entry_of(_SET), entry_of(_IN_POOL), 1)
         while True:
             taken = add(state + 8 * _NEXT, 1)
             if taken >= s[_TILES]:
@@ -291,6 +290,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
         return 0
 
     @entry(one)
+    def work(state: int) -> int:
+        call(entry_of(_SET), entry_of(_IN_POOL), 1)
+        return run_tiles(state)
+
+    @entry(one)
     def handle(frame: int) -> int:
         f = words(frame)
         extension = f[_EXTENSION]
@@ -301,10 +305,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
         count = call(entry_of(_OF_TILES), frame, 0)
         if count == 0:
             return 0
-        works = call(entry_of(_GET), entry_of(_IN_POOL), 0) != 0  # this thread, too
+        helpers = min(entry_of(_CORES), count) - 1
+        works = helpers == 0 or call(entry_of(_GET), entry_of(_IN_POOL), 0) != 0  # this thread, too
         size = _WORDS if works else _WORDS + size_of_frame(frame)
         state = call(entry_of(_ALLOCATE), 8 * size, 0)
-        s, helpers = words(state), min(entry_of(_CORES), count) - 1
+        s = words(state)
         s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
         s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
         s[_AVAILABLE], s[_AVAILABLE + 1], s[_AVAILABLE + 2] = 24, 0, 0
@@ -327,7 +332,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[object_code.Module, .
                 works = True
                 break
         if works:
-            call(entry_of(_WORK), state, 0)
+            run_tiles(state)
             while load(state + 8 * _DONE) < count:  # helpers still run the last tiles
                 pass
         if add(state + 8 * _HOLDERS, -1) == 1:
